@@ -37,15 +37,16 @@ def allreduce(
 
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
-            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
-            NumPy makes one of. Arrays that are not combined may be of any type but Python
-            objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
-            wait, return a new array and have no factors, splits or process sets.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -78,15 +79,16 @@ def allreduce_(
 
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
-            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
-            NumPy makes one of. Arrays that are not combined may be of any type but Python
-            objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
-            wait, return a new array and have no factors, splits or process sets.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -120,15 +122,16 @@ def allreduce_async(
 
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
-            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
-            NumPy makes one of. Arrays that are not combined may be of any type but Python
-            objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
-            wait, return a new array and have no factors, splits or process sets.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -162,15 +165,16 @@ def allreduce_async_(
 
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
-            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
-            NumPy makes one of. Arrays that are not combined may be of any type but Python
-            objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
-            wait, return a new array and have no factors, splits or process sets.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -198,15 +202,16 @@ def grouped_allreduce(
 
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
-            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
-            NumPy makes one of. Arrays that are not combined may be of any type but Python
-            objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
-            wait, return a new array and have no factors, splits or process sets.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -239,15 +244,16 @@ def grouped_allreduce_(
 
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
-            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
-            NumPy makes one of. Arrays that are not combined may be of any type but Python
-            objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
-            wait, return a new array and have no factors, splits or process sets.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -274,15 +280,16 @@ def grouped_allreduce_async(
 
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
-            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
-            NumPy makes one of. Arrays that are not combined may be of any type but Python
-            objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
-            wait, return a new array and have no factors, splits or process sets.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -310,15 +317,16 @@ def grouped_allreduce_async_(
 
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
-            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
-            NumPy makes one of. Arrays that are not combined may be of any type but Python
-            objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
-            wait, return a new array and have no factors, splits or process sets.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -695,7 +703,7 @@ def reducescatter(
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -737,7 +745,7 @@ def reducescatter_async(
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -772,7 +780,7 @@ def grouped_reducescatter(
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -808,7 +816,7 @@ def grouped_reducescatter_async(
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.

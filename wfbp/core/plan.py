@@ -77,7 +77,7 @@ class Plan:
             raise ValueError(f"tensor names must be unique; found twice: {', '.join(twice)}")
         self._check_coverage(len(names))
         for index, group in enumerate(self.groups):
-            kinds = {self.tensors[k].dtype for k in group.tensors}
+            kinds = {self.tensors[k].real_dtype for k in group.tensors}
             if len(kinds) > 1:
                 raise ValueError(f"group {index} mixes element types {sorted(kinds)}")
             if (group.operation is Operation.ALL_GATHER) is not (group.phase is Phase.FORWARD):
@@ -110,8 +110,8 @@ class Plan:
         return sum(group.phase is Phase.BACKWARD for group in self.groups)
 
     def dtype(self, group: int) -> str:
-        """Element type of a group's tensors."""
-        return self.tensors[self.groups[group].tensors[0]].dtype
+        """Element type in which a group's tensors are sent."""
+        return self.tensors[self.groups[group].tensors[0]].real_dtype
 
     def offsets(self, group: int) -> tuple[int, ...]:
         """Byte offset of each tensor of a group in its fusion buffer."""
@@ -231,6 +231,6 @@ def split_by_dtype(
     for run in runs:
         by_dtype: dict[str, list[int]] = {}
         for k in run:
-            by_dtype.setdefault(tensors[k].dtype, []).append(k)
+            by_dtype.setdefault(tensors[k].real_dtype, []).append(k)
         groups.extend(Group(tuple(k), operation, phase) for k in by_dtype.values())
     return tuple(groups)

@@ -17,6 +17,13 @@ ITEM_BYTES: dict[str, int] = {
 }
 """Bytes per element of every element type that ranks can send, by name."""
 
+_PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
+def real_dtype(dtype: str) -> str:
+    """The element type in which elements of ``dtype`` are sent: n complex numbers are 2n reals."""
+    return _PARTS.get(dtype, dtype)
+
 
 class Op(enum.Enum):
     """How the ranks' contributions are combined.
@@ -35,6 +42,11 @@ class Op(enum.Enum):
     def __str__(self) -> str:
         """As programs write it."""
         return f"wfbp.{self.name.capitalize()}"
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raise ``ValueError`` for complex numbers that cannot be combined as pairs of reals."""
+        if dtype in _PARTS and self not in (Op.AVERAGE, Op.SUM, Op.ADASUM):
+            raise ValueError(f"op is {self}; {dtype} is combined by {Op.AVERAGE} or {Op.SUM}")
 
 
 ELEMENTWISE_OPS = (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT)
@@ -82,7 +94,8 @@ class TensorSpec:
     Args:
         name: unique within its plan.
         shape: sizes along each dimension; ``()`` is one element.
-        dtype: name of the element type, a key of :data:`~wfbp.core.types.ITEM_BYTES`.
+        dtype: name of the element type, a key of :data:`~wfbp.core.types.ITEM_BYTES`, or
+            ``complex64`` or ``complex128``.
 
     Example:
         >>> TensorSpec("fc.weight", (10, 20), "float32").nbytes
@@ -94,7 +107,7 @@ class TensorSpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        item_bytes(self.dtype)
+        item_bytes(self.real_dtype)
         if any(size < 0 for size in self.shape):
             raise ValueError(f"tensor {self.name!r}: negative size in shape {self.shape}")
 
@@ -104,10 +117,21 @@ class TensorSpec:
         return math.prod(self.shape)
 
     @property
+    def real_dtype(self) -> str:
+        """The element type that is sent; see :func:`~wfbp.core.types.real_dtype`."""
+        return real_dtype(self.dtype)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per element."""
+        return item_bytes(self.real_dtype) * (2 if self.dtype in _PARTS else 1)
+
+    @property
     def nbytes(self) -> int:
         """Number of bytes."""
-        return self.numel * item_bytes(self.dtype)
+        return self.numel * self.item_bytes
 
     def wire_bytes(self, wire_dtype: str) -> int:
         """Number of bytes sent; see :func:`~wfbp.core.types.wire_type`."""
-        return self.numel * item_bytes(wire_type(self.dtype, wire_dtype))
+        sent = wire_type(self.real_dtype, wire_dtype)
+        return self.nbytes // item_bytes(self.real_dtype) * item_bytes(sent)

@@ -167,7 +167,7 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
         operation = _OPERATIONS.get(str(name).lower())
         if operation is None:
             raise ValueError(f"no reduction {reduce_op!r}; known are {', '.join(_OPERATIONS)}")
-        if operation is wfbp.Average and not tensor.is_floating_point():
+        if operation is wfbp.Average and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.float()
         return wfbp.allreduce(tensor, op=operation)
 

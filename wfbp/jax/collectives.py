@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from wfbp.core.types import ELEMENTWISE_OPS, Op, item_bytes
+from wfbp.core.types import ELEMENTWISE_OPS, Op, item_bytes, real_dtype
 from wfbp.jax.native import wait_for_programs
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api
@@ -158,10 +158,10 @@ def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.A
 
     Args:
         array: same shape and element type on every rank; float16, bfloat16, float32, float64,
-            int32, int64 or uint8.
+            complex64, complex128, int32, int64 or uint8.
         name: for messages.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``; the last three have no
-            gradient. The average of integers is truncated to an integer.
+            gradient, and are not for complex numbers. The average of integers is truncated.
 
     Returns:
         The combined array, of the same shape and element type.
@@ -284,9 +284,10 @@ def _alone(runtime: Runtime) -> bool:
 
 
 def _check_op(array: jax.Array, op: Op) -> None:
-    item_bytes(array.dtype.name)
+    item_bytes(real_dtype(array.dtype.name))
     if op not in ELEMENTWISE_OPS:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(map(str, ELEMENTWISE_OPS))}")
+    op.check_dtype(array.dtype.name)
 
 
 def is_compiling() -> bool:

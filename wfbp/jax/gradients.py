@@ -45,7 +45,7 @@ class ExchangedLeaves:
 
     @classmethod
     def of(cls, trees: Sequence[Any], roots: Sequence[str], user: str) -> ExchangedLeaves:
-        """The exchanged leaves: floating point, and not empty; names begin with ``roots``."""
+        """The exchanged leaves: inexact, and not empty; names begin with ``roots``."""
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tuple(trees))
         places, specs = [], []
         for place, (path, leaf) in enumerate(pairs):
@@ -277,7 +277,8 @@ def value_and_grad(
 
     Args:
         fun, argnums, has_aux: as in JAX.
-        holomorphic: as in JAX. Complex gradients cannot be exchanged.
+        holomorphic: as in JAX. Gradients of complex parameters keep JAX's convention: those of a
+            real loss are conjugates of PyTorch's.
         allow_int: as in JAX. Gradients of integers are not exchanged.
         op: ``Average`` or ``Sum``.
         schedule: ``auto``, ``oasr``, ``mgwfbp``, ``layerwise``, ``single`` or ``threshold``. The

@@ -10,7 +10,7 @@ from numbers import Integral
 from wfbp.core.planners import check_schedule
 from wfbp.core.types import WIRE_DTYPES, Op, TensorSpec
 
-FLOATING = ("float16", "bfloat16", "float32", "float64")
+FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 
 @dataclass(frozen=True, slots=True)

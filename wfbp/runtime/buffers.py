@@ -350,7 +350,7 @@ def step_flags(number: int, place: int | None) -> tuple[bool, ...]:
 
 def shard_bytes(spec: TensorSpec, size: int) -> int:
     """Bytes of the first and largest shard of a tensor, a multiple of the alignment."""
-    equal = -(-spec.numel // size) * item_bytes(spec.dtype)
+    equal = -(-spec.numel // size) * spec.item_bytes
     return aligned(equal)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from wfbp.comm.memory import Stamp
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
-from wfbp.core.types import TensorSpec, wire_type
+from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.runtime import consistency
 from wfbp.runtime.arguments import ReducerOptions
@@ -593,7 +593,7 @@ class Reducer:
             if view is None:
                 continue
             whole[index] = storage
-            if not view.whole and wire_type(spec.dtype, self._options.gather_dtype) != spec.dtype:
+            if not view.whole and spec.wire_bytes(self._options.gather_dtype) != spec.nbytes:
                 # All shards are written, also this rank's, because the program may change its whole
                 # gradients meanwhile.
                 sources[index] = view.address - shard.start

@@ -99,7 +99,11 @@ def clip(
 
 
 def _norms(parts: Sequence[torch.Tensor], norm_type: float) -> list[float]:
-    norms = [torch.linalg.vector_norm(t.double(), norm_type) for t in parts if t.numel()]
+    norms = [
+        torch.linalg.vector_norm(t.to(torch.promote_types(t.dtype, torch.float64)), norm_type)
+        for t in parts
+        if t.numel()
+    ]
     return torch.stack(norms).tolist() if norms else []  # where a device is waited for, once
 
 

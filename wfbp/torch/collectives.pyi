@@ -32,13 +32,13 @@ def allreduce(
 
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         compression: element type of floating point in messages.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -72,12 +72,12 @@ def allreduce_(
 
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -105,12 +105,12 @@ def allreduce_async(
 
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -138,12 +138,12 @@ def allreduce_async_(
 
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -175,13 +175,13 @@ def grouped_allreduce(
 
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         compression: element type of floating point in messages.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -209,12 +209,12 @@ def grouped_allreduce_(
 
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -242,12 +242,12 @@ def grouped_allreduce_async(
 
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -276,12 +276,12 @@ def grouped_allreduce_async_(
 
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
-            int8, int16, int32, int64, uint8 or bool.
+            complex64, complex128, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -591,7 +591,7 @@ def reducescatter(
             without a name match by their order.
         compression: element type of floating point in messages.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
@@ -622,7 +622,7 @@ def reducescatter_async(
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
@@ -656,7 +656,7 @@ def grouped_reducescatter(
             without a name match by their order.
         compression: element type of floating point in messages.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
@@ -687,7 +687,7 @@ def grouped_reducescatter_async(
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated.
+            truncated. Complex numbers have only ``Average`` and ``Sum``.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.

@@ -275,6 +275,8 @@ class OptimizerSync:
         mark_ready = self._reducer.mark_ready
         dtype = param.dtype
         count = param.numel() if param.is_contiguous() else -1
+        if count == 1 or param.is_complex():
+            count = -1  # its gradient may be a lazy conjugate, or the imaginary part of one
         this = weakref.ref(self)
         guard = self._guard
         grads, versions, addresses = guard.grads, guard.versions, guard.addresses
@@ -321,8 +323,7 @@ class OptimizerSync:
     def _source(self, index: int, grad: torch.Tensor) -> GradientRef:
         """A gradient's address, in the memory order and element type of its parameter."""
         layout = self._layouts[index]
-        if grad.is_sparse:
-            grad = grad.to_dense()
+        grad = tensors.resolved(grad.to_dense() if grad.is_sparse else grad)
         layout.check(self._params[index], grad, f"{self._name}: {self._names[index]}")
         if grad.stride() != layout.stride or grad.dtype is not layout.dtype:
             grad = layout.empty(grad.device).copy_(grad)
@@ -537,7 +538,7 @@ class OptimizerSync:
                 grad = self._params[index].grad
                 if slot is not None and not slot.whole and grad is not None:
                     self._guard.watch(index, grad, averaged=True)
-        wide = functools.reduce(torch.promote_types, {p.dtype for p in self._params})
+        wide = functools.reduce(torch.promote_types, {p.dtype.to_real() for p in self._params})
         return torch.tensor(norm, dtype=wide, device=self._params[0].device)
 
     def _check_clipped(self) -> None:

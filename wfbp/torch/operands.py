@@ -23,7 +23,7 @@ from wfbp.runtime.collectives.operands import Operand
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.tensors import NAMES as TENSOR_NAMES
-from wfbp.torch.tensors import check, on_host, raw
+from wfbp.torch.tensors import check, on_host, raw, resolved
 
 NAMES = {**TENSOR_NAMES, torch.int8: "int8", torch.int16: "int16", torch.bool: "bool"}
 """The element types that can travel, and their names below."""
@@ -44,7 +44,8 @@ def operand_of(
         note_change(tensor)
         private = on_host(tensor)
     else:
-        private = tensor.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
+        held = resolved(tensor.detach())
+        private = held.to("cpu", memory_format=torch.contiguous_format, copy=True)
     dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
 
     def whole() -> torch.Tensor:

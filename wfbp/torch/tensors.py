@@ -6,10 +6,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from wfbp.comm.arrays import Buffer, storage_dtype
+from wfbp.comm.arrays import Buffer
 from wfbp.comm.device.device import Device
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.cupy_device import check_local_rank
@@ -20,6 +19,8 @@ NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
     torch.float64: "float64",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
     torch.int32: "int32",
     torch.int64: "int64",
     torch.uint8: "uint8",
@@ -54,8 +55,17 @@ def check_place(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} is {tensor.layout}; expected a dense tensor")
 
 
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same values that are in its memory, unlike a lazy conjugate's; itself, where
+    it is one."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its memory without gap or overlap, in whatever order."""
+    """Whether a tensor's elements fill its memory without gap or overlap, in whatever order; not
+    those of a lazy conjugate."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -73,11 +83,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def storage(dtype: torch.dtype) -> np.dtype[Any]:
-    """The NumPy type in which elements of a tensor travel (uint16 for bfloat16)."""
-    return storage_dtype(NAMES[dtype])
-
-
 def raw(tensor: torch.Tensor) -> Buffer:
     """The bytes of a contiguous tensor, shared, as uint8."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
@@ -85,7 +90,7 @@ def raw(tensor: torch.Tensor) -> Buffer:
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of the same values on the host: itself, where it is one."""
-    return tensor.detach().cpu().contiguous()
+    return resolved(tensor.detach()).cpu().contiguous()
 
 
 class _Exported:

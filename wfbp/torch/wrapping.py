@@ -71,8 +71,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         compression: ``Compression.fp16`` or ``Compression.bf16``: float32 and float64 gradients are
             rounded to that type as they are packed, averaged in float32, and rounded once more;
             messages are at most half as large. What is too large for float16 becomes infinite, as
-            ``GradScaler`` expects. Gathered parameters are exact. By default gradients travel in
-            the element type of their parameters.
+            ``GradScaler`` expects. Both parts of complex numbers are rounded so. Gathered
+            parameters are exact. By default gradients travel in the element type of their
+            parameters.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
         op: ``Average`` or ``Sum``.
         sparse_as_dense: whether sparse gradients are made dense. Otherwise they stay sparse: ranks
@@ -219,7 +220,7 @@ def _why_whole(
     if kinds:
         return f"parameters are of class {', '.join(sorted(k.__name__ for k in kinds))}"
     if not all(tensors.is_dense(p) for p in params):
-        return "a parameter has gaps in its memory"
+        return "a parameter has gaps in its memory, or is conjugated lazily"
     return ""
 
 

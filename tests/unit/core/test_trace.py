@@ -44,7 +44,7 @@ def test_backward_order_is_the_reverse_of_forward_order() -> None:
         ({"numel": 2.5}, "tensors[0].numel: expected a whole number"),
         ({"numel": 10**30}, "tensors[0].numel: expected a whole number"),
         ({"numel": True}, "tensors[0].numel: expected a whole number"),
-        ({"dtype": "complex64"}, "tensors[0]: dtype 'complex64' cannot be sent; expected one of"),
+        ({"dtype": "complex32"}, "tensors[0]: dtype 'complex32' cannot be sent; expected one of"),
         ({"forward_s": -1.0}, "tensors[0]: forward_s: expected a finite number of at least 0"),
         ({"backward_s": float("nan")}, "tensors[0]: backward_s: expected a finite number"),
         ({"backward_s": None}, "tensors[0]: backward_s: expected a number, found None"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wfbp.core.types import ITEM_BYTES, TensorSpec, item_bytes
+from wfbp.core.types import ITEM_BYTES, Op, TensorSpec, item_bytes
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,21 @@ def test_numbers_of_elements_and_bytes(shape: tuple[int, ...], numel: int) -> No
         spec = TensorSpec("w", shape, dtype)
         assert spec.numel == numel
         assert spec.nbytes == numel * size
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("complex64", 8), ("complex128", 16)])
+def test_complex_numbers_are_sent_as_pairs_of_reals(dtype: str, size: int) -> None:
+    spec = TensorSpec("w", (2, 3), dtype)
+    assert (spec.numel, spec.item_bytes, spec.nbytes) == (6, size, 6 * size)
+    assert spec.real_dtype == {8: "float32", 16: "float64"}[size]
+    assert spec.wire_bytes("bfloat16") == 2 * 6 * 2
+    assert spec.wire_bytes("") == spec.nbytes
+    for op in Op:
+        if op in (Op.MIN, Op.MAX, Op.PRODUCT):
+            with pytest.raises(ValueError, match=rf"op is {op}; {dtype} is combined by"):
+                op.check_dtype(dtype)
+        else:
+            op.check_dtype(dtype)
 
 
 def test_unknown_element_type_lists_the_known() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -280,3 +282,16 @@ def test_memory_without_an_owner_is_not_read_after_packing() -> None:
         travel(buffers)
         wanted = 14 if owned else 2
         assert (buffers[0].result(0).view(np.float32) == wanted).all()
+
+
+@given(
+    st.integers(0, 200),
+    st.integers(1, 9),
+    st.sampled_from(["float16", "float64", "complex64", "complex128"]),
+)
+def test_shards_cut_no_element(numel: int, size: int, dtype: str) -> None:
+    spec = TensorSpec("w", (numel,), dtype)
+    ranges = [shard_range(spec, rank, size) for rank in range(size)]
+    assert all(place % spec.item_bytes == 0 for bounds in ranges for place in bounds)
+    assert (ranges[0][0], ranges[-1][1]) == (0, spec.nbytes)
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))

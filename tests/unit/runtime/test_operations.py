@@ -202,8 +202,10 @@ def test_no_such_root(root: int) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_what_cannot_be_reduced() -> None:
-    with pytest.raises(ValueError, match="'complex128' cannot be combined"):
-        wfbp.allreduce(np.zeros(2, complex))
+    with pytest.raises(ValueError, match="'uint16' cannot be combined"):
+        wfbp.allreduce(np.zeros(2, np.uint16))
+    with pytest.raises(ValueError, match=r"op is wfbp\.Product; complex128 is combined by"):
+        wfbp.allreduce(np.zeros(2, complex), op=wfbp.Product)
     with pytest.raises(ValueError, match=r"op is 'sum'; expected one of wfbp\.Sum, wfbp\.Average"):
         wfbp.allreduce(np.zeros(2), op="sum")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one dimension"):

@@ -265,7 +265,7 @@ def hybrid(
     best_s = min(partitions.seconds for partitions in candidates)
     latest_s = best_s * (1.0 + tolerance)
     # With one element type no planner of a family beats the family's optimum.
-    one_type = len({t.spec.dtype for t in trace.tensors}) == 1
+    one_type = len({t.spec.real_dtype for t in trace.tensors}) == 1
     plans: list[Plan] = []
     for best in (reduced, decoupled):
         if not one_type or best.seconds * (1.0 - 2 * PRECISION) <= latest_s:
@@ -291,7 +291,7 @@ def hybrid(
 def split_modes(trace: Trace, costs: Costs) -> Modes:
     """Modes of the best split; on a coarsened trace if exact partitions take long."""
     curves = [costs.of(operation) for operation in Operation]
-    dtypes = {t.spec.dtype for t in trace.tensors}
+    dtypes = {t.spec.real_dtype for t in trace.tensors}
     boundaries = list(range(len(trace.tensors) + 1))
     if len(dtypes) > 1 or not all(isinstance(curve, LinearCost) for curve in curves):
         boundaries = spread_boundaries(

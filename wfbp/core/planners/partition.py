@@ -73,7 +73,7 @@ class Rows:
         self._ready_s = trace.ready_times_s
         self._left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))
         self._sizes = trace.backward_bytes
-        self._dtypes = [t.spec.dtype for t in reversed(trace.tensors)]
+        self._dtypes = [t.spec.real_dtype for t in reversed(trace.tensors)]
         self._cost = {operation: costs.of(operation) for operation in Operation}
 
     def backward(self, modes: Modes) -> Row:

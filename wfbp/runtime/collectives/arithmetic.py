@@ -12,7 +12,8 @@ from wfbp import native
 from wfbp.comm.arrays import Buffer
 from wfbp.core.types import ITEM_BYTES, Op
 
-ITEM: dict[str, int] = {**ITEM_BYTES, "int8": 1, "int16": 2, "bool": 1}
+_FURTHER = {"complex64": 8, "complex128": 16, "int8": 1, "int16": 2, "bool": 1}
+ITEM: dict[str, int] = ITEM_BYTES | _FURTHER
 """Bytes per element of every type that named operations carry."""
 
 _CARRIED_AS = {"int8": "int32", "int16": "int32", "bool": "uint8"}

@@ -67,7 +67,7 @@ _WHAT = {
 
 _TENSOR = {
     Kind.ALLREDUCE: "same shape and element type on every rank: float16, bfloat16, float32, "
-    "float64, int8, int16, int32, int64, uint8 or bool.",
+    "float64, complex64, complex128, int8, int16, int32, int64, uint8 or bool.",
     Kind.BROADCAST: "same shape and element type on every rank.",
     Kind.ALLGATHER: "at least one dimension; sizes may differ in the first one only.",
     Kind.ALLTOALL: "at least one dimension; sizes may differ in the first one only.",
@@ -79,8 +79,8 @@ _MEANING = {
     "name": "matches the operations of ranks, which may submit them in different orders; those "
     "without a name match by their order.",
     "compression": "element type of floating point in messages.",
-    "op": "``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The "
-    "average of integers is truncated.",
+    "op": "``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is "
+    "truncated. Complex numbers have only ``Average`` and ``Sum``.",
     "prescale_factor": "multiplies before the reduction; integers in float64, truncated.",
     "postscale_factor": "multiplies after it.",
     "root_rank": "number of the rank that has the values, among all ranks.",

@@ -14,7 +14,7 @@ import numpy as np
 
 from wfbp.comm.arrays import Buffer, word_dtype
 from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox, Work
-from wfbp.core.types import Op
+from wfbp.core.types import Op, real_dtype
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, adasum, equal_rows, reducible, scale
 from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
@@ -233,18 +233,11 @@ class NamedLane:
         self, operations: Sequence[NamedOperation[Any]], request: Request, rows: tuple[int, ...]
     ) -> Begun:
         """Start one collective."""
-        if request.op:
-            for each in operations:
-                scale(each.data, request.dtype, request.prescale)
         own, data = operations[0].request, operations[0].data
         row_bytes = math.prod(own.shape[1:]) * data.itemsize
         counts = [count * row_bytes for count in rows]
-        if request.op == Op.ADASUM.value:
-            return self._adasum(data, request)
-        if request.kind is Kind.ALLREDUCE:
-            return self._reduce([each.data for each in operations], request)
-        if request.kind is Kind.REDUCESCATTER:
-            return self._scatter(data, request, rows)
+        if request.op:
+            return self._combine([each.data for each in operations], request, counts)
         if request.kind is Kind.BROADCAST:
             return self._data.broadcast(data.view(np.uint8), request.root), lambda: [data]
         if request.kind is Kind.ALLGATHER:
@@ -255,6 +248,19 @@ class NamedLane:
             work = self._data.all_to_all(data.view(np.uint8), sent, incoming, counts)
             return work, lambda: [incoming]
         return Finished(None), lambda: [data]  # a barrier or join: all ranks are there
+
+    def _combine(self, parts: Sequence[Buffer], request: Request, counts: Sequence[int]) -> Begun:
+        """Start a reduction, of complex numbers as pairs of reals; ``counts`` are each rank's bytes
+        of a reduce-scatter."""
+        request = request._replace(dtype=real_dtype(request.dtype))
+        parts = [part.view(word_dtype(request.dtype)) for part in parts]
+        for part in parts:
+            scale(part, request.dtype, request.prescale)
+        if request.op == Op.ADASUM.value:
+            return self._adasum(parts[0], request)
+        if request.kind is Kind.ALLREDUCE:
+            return self._reduce(parts, request)
+        return self._scatter(parts[0], request, counts)
 
     def _gather(self, data: Buffer, counts: Sequence[int]) -> Buffer:
         """A buffer for the bytes of all ranks, with this rank's in their place."""
@@ -295,9 +301,9 @@ class NamedLane:
 
         return self._data.all_gather(gathered, counts), results
 
-    def _scatter(self, data: Buffer, request: Request, rows: Sequence[int]) -> Begun:
+    def _scatter(self, data: Buffer, request: Request, counts: Sequence[int]) -> Begun:
         buffer, dtype, op = reducible(data, request.dtype, Op(request.op))
-        numels = [count * math.prod(request.shape[1:]) for count in rows]
+        numels = [count // data.itemsize for count in counts]
         start = sum(numels[: self._data.rank])
         mine = slice(start, start + numels[self._data.rank])
 
@@ -306,8 +312,8 @@ class NamedLane:
             scale(result, request.dtype, request.postscale)
             return [result]
 
-        counts = [numel * buffer.itemsize for numel in numels]
-        return self._data.reduce_scatter(buffer, counts, dtype, op), results
+        sent = [numel * buffer.itemsize for numel in numels]
+        return self._data.reduce_scatter(buffer, sent, dtype, op), results
 
 
 def _fusible(responses: Sequence[Response]) -> list[list[Response]]:

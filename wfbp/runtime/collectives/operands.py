@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wfbp.comm.arrays import HALF, Buffer, word_dtype
-from wfbp.core.types import Op
+from wfbp.core.types import Op, real_dtype
 from wfbp.errors import WfbpError
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.arithmetic import ITEM
@@ -189,12 +189,13 @@ def _check_op(kind: Kind, op: Op, dtype: str, factors: tuple[float, float], size
         raise ValueError(
             f"elements of type {dtype!r} cannot be combined; expected one of {', '.join(ITEM)}"
         )
+    op.check_dtype(dtype)
     if op is Op.ADASUM:
         if kind is not Kind.ALLREDUCE:
             raise WfbpError(f"{kind.value} cannot combine by {op}; only allreduce can")
         if size & (size - 1):
             raise ValueError(f"{op} combines a power of two of ranks; there are {size}")
-        if dtype not in _FLOATING:
+        if real_dtype(dtype) not in _FLOATING:
             raise ValueError(f"{op} combines floating point; found {dtype}")
     if dtype == "bool" and (op is Op.AVERAGE or factors != (1.0, 1.0)):
         raise ValueError("bool has no average and no multiples; pass op=Sum, Min, Max or Product")

@@ -169,6 +169,29 @@ def every_operation_and_element_type() -> None:
 
 
 @check
+def complex_numbers() -> None:
+    """Values and gradients, by JAX's convention, beside those of one process."""
+    inputs = [jax.lax.complex(x, x[::-1]) for x in ranks_inputs()]
+    for kind in ("average", "sum", "broadcast", "allgather", "reducescatter_sum", "alltoall"):
+        act, reference = KINDS[kind]
+
+        def everybody(xs: Any, reference: Reference = reference) -> Any:
+            results = [reference(xs, r) for r in range(wfbp.size())]
+            return sum((jnp.abs(y) ** 2).sum() for y in results), results[wfbp.rank()]
+
+        def loss(x: Any, act: Function = act) -> Any:
+            return (jnp.abs(result := act(x)) ** 2).sum(), result
+
+        (_, wanted), grads = jax.jit(jax.value_and_grad(everybody, has_aux=True))(inputs)
+        (_, found), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs[wfbp.rank()])
+        now = act(inputs[wfbp.rank()])
+        assert found.dtype == now.dtype == grad.dtype == jnp.complex64
+        np.testing.assert_allclose(found, wanted, 1e-5, 1e-5, err_msg=kind)
+        np.testing.assert_allclose(now, wanted, 1e-5, 1e-5, err_msg=kind)
+        np.testing.assert_allclose(grad, grads[wfbp.rank()], 1e-5, 1e-5, err_msg=kind)
+
+
+@check
 def odd_shapes() -> None:
     size, rank = wfbp.size(), wfbp.rank()
     for run in (collectives.allreduce, jax.jit(collectives.allreduce)):
@@ -277,7 +300,12 @@ def disagreement() -> None:
 def mistakes() -> None:
     size = wfbp.size()
     raises(ValueError, "op is 'sum'", act=lambda: collectives.allreduce(jnp.ones(2), op="sum"))
-    raises(ValueError, "complex64", act=lambda: collectives.allreduce(jnp.ones(2) * 1j))
+    for op in (Op.MIN, Op.MAX, Op.PRODUCT):
+        raises(
+            ValueError,
+            f"op is {op}; complex64 is combined by",
+            act=lambda o=op: collectives.allreduce(jnp.ones(2) * 1j, op=o),
+        )
     raises(ValueError, "root_rank is", act=lambda: collectives.broadcast(jnp.ones(2), size))
     raises(ValueError, "scalar", act=lambda: collectives.allgather(1.0))
     raises(ValueError, "scalar", act=lambda: collectives.reducescatter(1.0))

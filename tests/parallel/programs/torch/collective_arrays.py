@@ -16,7 +16,7 @@ from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.collective_values import NUMPY_DTYPES, combined, values
 from tests.parallel.programs.torch.training import mlp
 from wfbp.core.types import ELEMENTWISE_OPS, Op
-from wfbp.errors import PeerError
+from wfbp.errors import DisagreementError, PeerError
 
 check = Checks()
 
@@ -45,8 +45,37 @@ def allreduce_of_arrays() -> None:
     assert wfbp.allreduce(np.zeros((0, 3))).shape == (0, 3)
     transposed = np.arange(6.0).reshape(2, 3).T
     assert np.array_equal(wfbp.allreduce(transposed), transposed)
-    raises(ValueError, "complex128", act=lambda: wfbp.allreduce(np.zeros(2) * 1j))
     raises(ValueError, "object", act=lambda: wfbp.broadcast(np.array([object()]), 0))
+
+
+@check
+def arrays_of_complex_numbers() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    for dtype in ("complex64", "complex128"):
+        for times in (1, 5000):
+
+            def of(rank: int, dtype: str = dtype, times: int = times) -> np.ndarray:
+                turned = np.array(values(rank)) + 1j * np.array(values(rank + 1))
+                return np.tile(turned, times).astype(dtype)
+
+            total = sum(of(r) for r in range(size))
+            scaled = wfbp.allreduce(
+                of(rank), op=wfbp.Sum, prescale_factor=2.0, postscale_factor=0.25
+            )
+            assert np.allclose(scaled, 0.5 * total)
+            for found in (wfbp.allreduce(of(rank)), wfbp.allreduce_(of(rank))):
+                assert found.dtype == dtype
+                assert np.allclose(found, total / size)
+            for op in (wfbp.Min, wfbp.Max, wfbp.Product):
+                raises(
+                    ValueError,
+                    f"op is {op}; {dtype} is combined by",
+                    act=lambda o=op: wfbp.allreduce(of(rank), op=o),
+                )
+    assert wfbp.allreduce(1j * rank, op=wfbp.Sum) == 1j * sum(range(size))
+    mine = np.array(values(rank), "complex64" if rank else "float32")
+    if size > 1:
+        raises(DisagreementError, "the element type", act=lambda: wfbp.allreduce(mine))
 
 
 @check

@@ -21,13 +21,15 @@ check = Checks()
 def reducer() -> None:
     rank, size = wfbp.rank(), wfbp.size()
     kinds = ["float32", "float64", "float16", ml_dtypes.bfloat16, "float32", "float64"]
+    kinds += ["complex64", "complex128"]
     arrays = [np.zeros((k, 3) if k else (), kind) for k, kind in enumerate(kinds)]
     found = wfbp.GradientReducer([(f"t{k}", a) for k, a in enumerate(arrays)])
     for step in range(30):
         for k in np.random.default_rng(100 * step + rank).permutation(len(arrays)):
             if k == 4 or (k == 1 and (step + rank) % 2):
                 continue  # one that nobody has, one that only some have
-            found.mark_ready(int(k), np.full_like(arrays[k], k + step % 4 + rank))
+            turn = 1 + 2j if arrays[k].dtype.kind == "c" else 1
+            found.mark_ready(int(k), np.full_like(arrays[k], turn * (k + step % 4 + rank)))
         for k, result in enumerate(found.wait()):
             if k == 4:
                 assert result is None
@@ -38,10 +40,13 @@ def reducer() -> None:
                 continue
             mean = sum(k + step % 4 + r for r in who) / size
             assert result is not None
+            if result.dtype.kind == "c":
+                assert np.allclose(result, mean * (1 + 2j)), (step, k, result)
+                continue
             assert result.dtype == arrays[k].dtype
             assert result.shape == arrays[k].shape
             assert np.allclose(result.astype(np.float64), mean, rtol=2.0**-8), (step, k, result)
-    assert found.report().get("num_tensors", 5) in (5, 6)
+    assert found.report().get("num_tensors", 7) in (7, 8)
 
 
 @check

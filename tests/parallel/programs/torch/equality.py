@@ -46,9 +46,10 @@ BATCH = 6
 
 
 class Model(torch.nn.Module):
-    """Odd sizes, a module used twice, one never used, a scalar parameter, a frozen one."""
+    """Odd sizes, a module used twice, one never used, a scalar parameter, a frozen one, a complex
+    one."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.first = torch.nn.Linear(7, 13)
         self.shared = torch.nn.Linear(13, 13)
@@ -58,13 +59,18 @@ class Model(torch.nn.Module):
         self.frozen.requires_grad_(False)
         self.temperature = torch.nn.Parameter(torch.tensor(1.5))
         self.last = torch.nn.Linear(13, 3)
+        self.wave = torch.nn.Parameter(0.3 * torch.randn(13, dtype=dtype.to_complex()))
+        if dtype is torch.float64:
+            self.double()  # leaves the complex one as it is
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
         x = torch.tanh(self.shared(x))
         x = self.norm(self.frozen(torch.tanh(self.shared(x))))
+        # Not its conjugate: PyTorch's Adam refuses gradients that are lazy conjugates.
+        wave = torch.complex(x, x.roll(1, 1)) @ self.wave
         out: torch.Tensor = self.last(x) * self.temperature
-        return out
+        return out + 0.1 * (wave.real + 2 * wave.imag)[:, None]
 
 
 def param_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -126,7 +132,7 @@ def train(schedule: str, optimizer_name: str) -> dict[str, Any]:
     is_double = optimizer_name == DOUBLE or optimizer_name in further
     dtype = torch.float64 if is_double else torch.float32
     torch.manual_seed(7)
-    reference = Model().to(dtype)
+    reference = Model(dtype)
     model = copy.deepcopy(reference)
     before = copy.deepcopy(reference)
     optimizer = wfbp.torch.DistributedOptimizer(

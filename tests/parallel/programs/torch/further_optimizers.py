@@ -64,6 +64,8 @@ if hasattr(optim, "Muon"):  # which came late
     PER_TENSOR["muon"] = optim.Muon
 
 MATRICES_ONLY = ("muon",)
+REAL_ONLY = ("adafactor", "muon", "sgd fused", "adam fused", "adamw fused")
+"""PyTorch refuses complex parameters for these."""
 
 COUPLED = {"LBFGS", "SparseAdam"}
 """Optimizers of PyTorch that are not among these: they cannot do with decoupled gradients."""
@@ -78,6 +80,9 @@ def made(groups: Callable[[torch.nn.Module], list[dict[str, Any]]]) -> dict[str,
         found = groups(model)
         if name in MATRICES_ONLY:
             found = [group for group in found if all(p.dim() == 2 for p in group["params"])]
+        if name in REAL_ONLY:
+            for group in found:
+                group["params"] = [p for p in group["params"] if not p.is_complex()]
         return ALL[name](found)
 
     return {name: partial(make, name) for name in ALL}

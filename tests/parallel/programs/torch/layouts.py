@@ -14,6 +14,7 @@ from tests.parallel.programs.torch.training import (
     adamw,
     averaged,
     check_training,
+    compare,
     data,
     mlp,
     momentum,
@@ -182,6 +183,110 @@ def empty_and_scalar_parameters() -> None:
         model(data(step, rank, 4)).backward()
 
     check_training(Odd(), backward, momentum)
+
+
+class Waves(nn.Module):
+    """Complex parameters of several kinds between real ones."""
+
+    def __init__(self, kind: torch.dtype = torch.complex128) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Linear(5, 7).double()
+        self.transposed = nn.Parameter(torch.randn(3, 7, dtype=kind).t())
+        self.phase = nn.Parameter(torch.randn((), dtype=kind))
+        self.empty = nn.Parameter(torch.zeros(0, 2, dtype=kind))
+        self.unused = nn.Parameter(torch.randn(2, dtype=kind))
+        self.angle = nn.Parameter(torch.randn(1, dtype=torch.float64))
+        self.large = nn.Parameter(torch.randn(3, 6001, dtype=kind) / 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x)).to(self.phase.dtype)
+        wave = (hidden @ self.transposed.conj()) * self.phase
+        # Its gradient is the imaginary part of a lazy conjugate.
+        turned = torch.complex(torch.ones_like(self.angle), self.angle).conj()
+        out = wave.abs().square().mean() + (turned * wave.mean()).real.square().sum()
+        return out + (wave @ self.large.conj() + self.empty.sum()).imag.square().mean()
+
+
+def waves(model: nn.Module, rank: int, step: int) -> None:
+    model(data(step, rank, 4, 5)).backward()
+
+
+@check
+def complex_parameters() -> None:
+    model, _ = check_training(Waves(), waves, adamw)
+    assert model.phase.grad.dtype is torch.complex128
+    check_training(
+        Waves(),
+        waves,
+        momentum,
+        steps=6,
+        zero=lambda m, optimizer: optimizer.zero_grad(set_to_none=False),
+        optimizer_sharding=False,
+    )
+    narrow = wfbp.torch.Compression.bf16
+    model = Waves(torch.complex64)
+    check_training(model, waves, momentum, steps=6, tolerance=0.1, compression=narrow)
+
+
+@check
+def complex_parameters_that_are_clipped() -> None:
+    for norm_type in (2.0, 3.0, float("inf")):
+        model, reference = Waves(), Waves()
+        optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
+        plain = adamw(reference.parameters())
+        for step in range(4):
+            optimizer.zero_grad()
+            waves(model, wfbp.rank(), step)
+            norm = optimizer.clip_grad_norm_(0.1, norm_type)
+            averaged(reference, waves, step, wfbp.size())
+            some = [p for p in reference.parameters() if p.numel()]
+            wanted = nn.utils.clip_grad_norm_(some, 0.1, norm_type)
+            same(norm, wanted, "norm", 1e-12)
+            optimizer.step()
+            plain.step()
+        compare(model, reference, "clipped", 1e-12)
+
+
+@check
+def complex_parameters_that_are_lazy_conjugates() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wave = nn.Parameter(torch.randn(7, dtype=torch.complex128).conj())
+            self.linear = nn.Linear(7, 7).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * self.wave).sum().abs().square()
+
+    model = Lazy()
+    assert model.wave.is_conj()
+    wfbp.torch.broadcast_parameters(model.state_dict(), root_rank=wfbp.size() - 1)
+    check_training(model, lambda m, r, s: m(data(s, r, 7)).backward(), momentum)
+
+
+@check
+def complex_and_sparse() -> None:
+    """As a program may set gradients; PyTorch's embeddings are real."""
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        rows = torch.tensor([[rank, step % 9, step % 9]])
+        values = model.weight.detach()[rows[0]] * data(step, rank, 3, 1)
+        model.weight.grad = torch.sparse_coo_tensor(
+            rows, values.conj(), (9, 5), check_invariants=True
+        )
+
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.randn(9, 5, dtype=torch.complex128))
+        return model
+
+    def plain(params: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)  # type: ignore[arg-type]
+
+    check_training(make(), backward, plain, schedule="layerwise")
+    check_training(make(), backward, plain, sparse_as_dense=True)
 
 
 @check

@@ -33,7 +33,7 @@ def averaged(model: torch.nn.Module, backward: Backward, step: int, ranks: int) 
         for k, p in enumerate(params):
             if p.grad is not None:
                 grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                wide = grad.double()
+                wide = widened(grad)
                 sums[k] = wide if sums[k] is None else sums[k] + wide
             p.requires_grad_(flags[k])
     for p, total in zip(params, sums, strict=True):
@@ -153,9 +153,14 @@ def same(found: torch.Tensor, wanted: torch.Tensor, where: str, tolerance: float
         return
     if found.is_sparse:
         found = found.to_dense()
-    worst = (found.double() - wanted.double()).abs().max().item()
-    limit = tolerance * max(1e-3, wanted.double().abs().max().item())
+    worst = (widened(found) - widened(wanted)).abs().max().item()
+    limit = tolerance * max(1e-3, widened(wanted).abs().max().item())
     assert worst <= limit, f"{where}: differs by {worst:g}, more than {limit:g}"
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64 or complex128."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 
 def data(step: int, rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 from typing import Any
@@ -10,7 +11,17 @@ import torch
 
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
-from tests.parallel.programs.torch.training import adamw, data, momentum, pair, same, square
+from tests.parallel.programs.torch.layouts import Waves, waves
+from tests.parallel.programs.torch.training import (
+    adamw,
+    averaged,
+    data,
+    momentum,
+    pair,
+    same,
+    square,
+    step_both,
+)
 from wfbp.errors import WfbpError
 from wfbp.runtime import process
 
@@ -79,6 +90,34 @@ class Epochs:
         wanted = dict(self.reference.named_parameters())
         for name, p in self.model.named_parameters():
             same(p.detach(), wanted[name].detach(), f"{where}: {name}", 1e-9)
+
+
+@check
+def state_and_ends_of_complex_parameters() -> None:
+    """Their state is fetched and loaded between steps; then the last rank steps alone."""
+    size, last = wfbp.size(), wfbp.size() - 1
+    for schedule in ("ps_layerwise", "layerwise"):
+        model, reference = Waves(), Waves()
+        optimizer = wfbp.DistributedOptimizer(adamw(model.parameters()), schedule=schedule)
+        plain = adamw(reference.parameters())
+        for step in range(5):
+            step_both(model, optimizer, reference, plain, step, waves)
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        state = plain.state_dict()["state"]
+        for index, entry in optimizer.state_dict()["state"].items():
+            for key, value in entry.items():
+                same(value, state[index][key], f"{key} of parameter {index}", 1e-9)
+        if wfbp.rank() == last:
+            optimizer.zero_grad()
+            waves(model, last, 9)
+            optimizer.step()
+        wfbp.join()
+        averaged(reference, lambda m, r, s: waves(m, r, s) if r == last else None, 9, size)
+        plain.step()
+        step_both(model, optimizer, reference, plain, 10, waves)
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            same(p.detach(), q.detach(), f"{schedule}: {name}", 1e-9)
 
 
 WAYS = ("", "clip", "", "synchronize")
