@@ -163,7 +163,7 @@ RUNTIME = [
     Mutation(
         "runtime/measuring.py",
         "if self.left < (self.steps.maxlen or 0):",
-        "if self.left <= (self.steps.maxlen or 0):",
+        "if self.left > (self.steps.maxlen or 0):",
         unit("runtime/test_tuner"),
     ),
     Mutation(
