@@ -27,6 +27,7 @@ from wfbp.comm.backend import (
     typed,
     word_dtype,
 )
+from wfbp.comm.mpi.exchange import Exchange, Staging, connect_shared
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.start import check_launch, load, unlink_segments
@@ -121,6 +122,7 @@ class MpiBackend(HostBackend):
         shared_memory: bool = True,
         check_launcher: bool = True,
         _original: MpiBackend | None = None,
+        _alone: bool = False,  # made by some ranks in an order of their own
     ) -> None:
         self._mpi = mpi = load(start_timeout_s)
         chosen = _communicator(mpi, comm) if isinstance(comm, Sequence) else comm
@@ -130,7 +132,7 @@ class MpiBackend(HostBackend):
         try:
             self._comm = self._own(parent)
             if _original is None:
-                self._notices = _PointToPoint(mpi, self._own(parent))
+                self._notices = PointToPoint(mpi, self._own(parent))
                 self._topology = Topology.find(mpi, self._comm, chunking)
                 self._memory = (
                     SharedMemory.connect(self._comm, shared_memory)
@@ -139,7 +141,7 @@ class MpiBackend(HostBackend):
                 )
             else:
                 self._notices = _original._notices
-                if self._comm.size == _original.size:
+                if self._comm.size == _original.size and not _alone:
                     self._topology, self._memory = _original._topology, _original._memory
                 else:  # ranks of a subset do not find their way in the memory of all
                     self._topology, self._memory = Topology.find(mpi, self._comm, None), None
@@ -163,6 +165,7 @@ class MpiBackend(HostBackend):
         )
         chunking = self._topology.chunking
         self._channel = Channel(self._group, chunking, mpi, self._comm)
+        self._staging: Staging | None = None
         self._shared = SharedAllReduce.of(
             self._memory, self._group, self.rank, self.size, chunking.window_bytes
         )
@@ -312,9 +315,27 @@ class MpiBackend(HostBackend):
         comm.Free()
         return made
 
+    def among(self, ranks: Sequence[int], tag: int) -> Exchange:
+        """Collectives among these ranks, in this order. Blocking, and collective among them alone;
+        the thread that calls need not be the one that uses this backend."""
+        what = f"no communicator could be made of ranks {list(ranks)}"
+        with translating(self._mpi, self._who, what):
+            comm = self._comm.Create_group(  # type: ignore[attr-defined]
+                self._comm.group.Incl(list(ranks)), tag
+            )
+            made = MpiBackend(comm, _original=self, _alone=True)
+            comm.Free()
+            if self._staging is None and self._memory is not None:
+                self._staging = Staging(self._memory)
+            chunking = made._topology.chunking
+            shared = connect_shared(self._staging, made._channel, ranks) if made.size > 1 else None
+            mailbox = PointToPoint(self._mpi, self._own(made._comm))
+        chunk_bytes = chunking.window_bytes // 2
+        return Exchange(made, made._channel, mailbox, shared, chunk_bytes, ranks)
+
     def mailbox(self) -> Mailbox:
         with translating(self._mpi, self._who, "no mailbox could be made"):
-            return _PointToPoint(self._mpi, self._own(self._comm))
+            return PointToPoint(self._mpi, self._own(self._comm))
 
     def send_notice(self, payload: bytes) -> None:
         for peer in self._channel.peers:
@@ -452,7 +473,7 @@ def translating(mpi: ModuleType, who: str, what: str) -> Iterator[None]:
         raise BackendError(f"{who}: {what}: {error}") from error
 
 
-class _PointToPoint(Mailbox):
+class PointToPoint(Mailbox):
     """Notices and messages of any size between ranks, on a separate communicator; those to this
     rank stay local."""
 
@@ -513,7 +534,7 @@ class _PointToPoint(Mailbox):
 
 
 class _Message(Work[None]):
-    """A message between two ranks, whose memory :class:`_PointToPoint` keeps."""
+    """A message between two ranks, whose memory :class:`PointToPoint` keeps."""
 
     def __init__(self, mpi: ModuleType, who: str, request: MPI.Request) -> None:
         self._mpi, self._who, self._request = mpi, who, request
