@@ -126,6 +126,7 @@ def _rank(backend: str, folder: str) -> None:
     for name in (n for n in names if not only or n in only):
         _note(folder, world.rank, name, "")
         distributed_test.Barrier.barrier_id = 0
+        world.Barrier()  # a rank may still look at the files of the last test
         if world.rank == 0:
             for file in Path(folder, "barrier").iterdir():
                 file.unlink()

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 
 JOBS = [
     Job("torch/distributed_program", 3, "overlap"),
-    Job("torch/distributed_program", 2, "overlap", "openmpi"),
+    Job("torch/distributed_program", 2, "messages", "openmpi"),
 ]
 
 

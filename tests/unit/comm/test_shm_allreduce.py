@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.host_ranks import WINDOW, channel, connected, group
 from wfbp.comm.backend import Buffer, Segment
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce, SharedReduceTask
-from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
+from wfbp.comm.mpi.shm_memory import NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.transfers import MpiWork
 from wfbp.core.types import Op
 from wfbp.errors import BackendError

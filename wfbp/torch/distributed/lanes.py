@@ -14,9 +14,11 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.mpi.exchange import Exchange
@@ -48,6 +50,8 @@ class Operation:
     begin: Callable[[Exchange, int], Work[Any]]
     finish: Callable[[], None]
     work: GroupWork
+    sent: Sequence[int] = ()  # elements for each rank, and from each rank, if no other rank
+    expected: Sequence[int] = ()  # knows these numbers
     number: int = 0
     fingerprint: int = 0
     since: float = field(default_factory=time.monotonic)
@@ -151,7 +155,7 @@ class CollectiveLane(Lane):
             operation, check = self._checking
             if not check.test():
                 return False
-            if any(other != check.result[0] for other in check.result):
+            if self._differ(operation, check.result):
                 if self._inquiry is None:
                     self._inquire(operation.number, 0.0)
                 return False
@@ -161,17 +165,27 @@ class CollectiveLane(Lane):
         while self._queue and self._inquiry is None:
             operation = self._queue.popleft()
             progressed = True
-            if self._is_checked(operation.number):
-                payload = operation.fingerprint.to_bytes(4, "little")
+            if self._is_checked(operation):
+                numbers = np.array([operation.fingerprint, *operation.sent], np.int64)
+                payload = numbers.tobytes()
                 self._checking = operation, self.backend.all_gather_bytes(payload)
                 break  # ranks start later operations in the same order only after this one
             self._begin(operation)
         return progressed
 
-    def _is_checked(self, number: int) -> bool:
+    def _is_checked(self, operation: Operation) -> bool:
         if self._exchange.checks or self._exchange.size == 1:
             return False
-        return self._check_all or number <= _ALWAYS_CHECKED or number % _CHECKED_EVERY == 0
+        number, always = operation.number, self._check_all or operation.sent
+        return always or number <= _ALWAYS_CHECKED or number % _CHECKED_EVERY == 0
+
+    def _differ(self, operation: Operation, payloads: Sequence[bytes]) -> bool:
+        """Whether ranks are in different operations, or send others than this one expects."""
+        numbers = [np.frombuffer(payload, np.int64).tolist() for payload in payloads]
+        if any(found[0] != operation.fingerprint for found in numbers):
+            return True
+        sent = [found[1 + self._exchange.rank] for found in numbers] if operation.sent else []
+        return sent != list(operation.expected)
 
     def _begin(self, operation: Operation) -> None:
         self._in_flight.append((operation, operation.begin(self._exchange, operation.fingerprint)))

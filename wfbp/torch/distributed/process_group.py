@@ -386,9 +386,8 @@ class ProcessGroup(dist.ProcessGroup):
                 f"all_to_all: this rank sends itself {numels[0][self.rank()]} elements, but "
                 f"expects {numels[1][self.rank()]}"
             )
-        key = f"all_to_all({tensor.dtype})"
         text = f"all_to_all({tensor.dtype}, sends {numels[0]}, expects {numels[1]})"
-        return self._move(text, outgoing, incoming, targets, results, opts, key)
+        return self._move(text, outgoing, incoming, targets, results, opts, numels)
 
     @_collective(c10d.BarrierOptions, 0, "timeout")
     def barrier(self, opts: Any) -> Any:
@@ -515,12 +514,12 @@ class ProcessGroup(dist.ProcessGroup):
         targets: Targets,
         results: list[Any],
         opts: Any,
-        key: str = "",  # if not all ranks know the sizes
+        numels: Sequence[Sequence[int]] = (),  # for and from each rank, if other ranks do not know
     ) -> GroupWork:
         def begin(exchange: Exchange, mark: int) -> Work[None]:
-            return exchange.move(outgoing, incoming, mark, in_chunks=not key)
+            return exchange.move(outgoing, incoming, mark, in_chunks=not numels)
 
-        return self._run(text, begin, targets.deliver, results, opts, key)
+        return self._run(text, begin, targets.deliver, results, opts, numels)
 
     def _run(
         self,
@@ -529,10 +528,11 @@ class ProcessGroup(dist.ProcessGroup):
         finish: Callable[[], None],
         results: list[Any],
         opts: Any,
-        key: str = "",
+        numels: Sequence[Sequence[int]] = (),
     ) -> GroupWork:
         work = self._work(text, results, opts.timeout)
-        operation = Operation(key or text, begin, finish, work)
+        key = text.partition(",")[0] if numels else text
+        operation = Operation(key, begin, finish, work, *numels)
         self._post(lambda: self.collectives.submit(operation), wakes=opts.asyncOp)
         return work
 
