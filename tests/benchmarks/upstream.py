@@ -62,7 +62,8 @@ def _run(backend: str, ranks: int, only: Sequence[str]) -> dict[str, str]:
     }
     mpirun = Path(sys.executable).with_name("mpirun")
     with tempfile.TemporaryDirectory() as folder:
-        os.makedirs(Path(folder, "barrier"))
+        for name in ("barrier", "test_dir", "init_dir"):
+            Path(folder, name).mkdir()
         environment["TEMP_DIR"] = folder
         progress = Path(folder, "progress")
         while True:
@@ -97,6 +98,15 @@ def _watch(job: subprocess.Popen[bytes], progress: Path) -> bool:
     return False
 
 
+class _Backend(str):
+    """Its name, but also equal to gloo's: tests choose what they do on CPU tensors by that."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other == "gloo" or str(self) == other
+
+
 def _rank(backend: str, folder: str) -> None:
     """One rank of a job: runs tests until one fails."""
     import unittest
@@ -106,13 +116,14 @@ def _rank(backend: str, folder: str) -> None:
     import torch.distributed as dist
     from mpi4py import MPI
     from torch.testing._internal.common_distributed import TEST_SKIPS
+    from torch.testing._internal.common_utils import set_rng_seed
     from torch.testing._internal.distributed import distributed_test
 
     from wfbp.torch.distributed import register
 
     register()
     torch.set_num_threads(1)
-    distributed_test.BACKEND = backend
+    distributed_test.BACKEND = _Backend(backend)
     world = MPI.COMM_WORLD
     skips = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 
@@ -124,7 +135,8 @@ def _rank(backend: str, folder: str) -> None:
     done, only = json.loads(Path(folder, "known.json").read_text())
     names = [n for n in unittest.TestLoader().getTestCaseNames(Tests) if n not in done]
     for name in (n for n in names if not only or n in only):
-        _note(folder, world.rank, name, "")
+        if world.rank == 0:
+            _note(folder, name, "")
         distributed_test.Barrier.barrier_id = 0
         world.Barrier()  # a rank may still look at the files of the last test
         if world.rank == 0:
@@ -134,6 +146,7 @@ def _rank(backend: str, folder: str) -> None:
         test = Tests(name)
         test.rank, test.file_name = world.rank, f"{folder}/{backend}-{name}"
         text = "passed"
+        set_rng_seed(1234)
         try:
             seconds = distributed_test.CUSTOM_PG_TIMEOUT.get(
                 name, distributed_test.default_pg_timeout
@@ -158,16 +171,18 @@ def _rank(backend: str, folder: str) -> None:
             text = f"failed: rank {world.rank}: {type(error).__name__}: {error}"[:2000]
         if text.startswith("skipped") and dist.is_initialized():
             dist.destroy_process_group()
-        _note(folder, world.rank, name, text)
         if text.startswith("failed"):
+            _note(folder, name, text)
             world.Abort(1)
+        texts = world.allgather(text)  # only here may rank 0 begin the next one
+        if world.rank == 0:
+            _note(folder, name, texts[0])
 
 
-def _note(folder: str, rank: int, name: str, text: str) -> None:
-    """Tell what begins (no text) or has ended; failures of all ranks count, else rank 0's word."""
-    if rank == 0 or text.startswith("failed"):
-        with open(Path(folder, "progress"), "a") as file:
-            file.write(json.dumps([name, text]) + "\n")
+def _note(folder: str, name: str, text: str) -> None:
+    """Tell that a test begins (no text), or what became of it."""
+    with open(Path(folder, "progress"), "a") as file:
+        file.write(json.dumps([name, text]) + "\n")
 
 
 if __name__ == "__main__":

@@ -469,8 +469,12 @@ class ProcessGroup(dist.ProcessGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier after which rank 0 names the ranks that did not come in time."""
-        limit, text = timeout or self._timeout, "monitored_barrier()"
+        text, limit = "monitored_barrier()", self._timeout if timeout is None else timeout
         limit_ms = int(limit.total_seconds() * 1000)
+        if limit <= timedelta(0):
+            raise StallError(
+                f"Rank {self.rank()} timed out in monitoredBarrier after {limit_ms} ms"
+            )
         tag = _MONITOR_TAG - 2 * self._num_monitored
         self._num_monitored += 1
         nothing = torch.empty(0, dtype=torch.uint8)
