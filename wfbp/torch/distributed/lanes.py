@@ -176,7 +176,7 @@ class CollectiveLane(Lane):
     def _is_checked(self, operation: Operation) -> bool:
         if self._exchange.checks or self._exchange.size == 1:
             return False
-        number, always = operation.number, self._check_all or operation.sent
+        number, always = operation.number, self._check_all or bool(operation.sent)
         return always or number <= _ALWAYS_CHECKED or number % _CHECKED_EVERY == 0
 
     def _differ(self, operation: Operation, payloads: Sequence[bytes]) -> bool:

@@ -536,7 +536,8 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> GroupWork:
         work = self._work(text, results, opts.timeout)
         key = text.partition(",")[0] if numels else text
-        operation = Operation(key, begin, finish, work, *numels)
+        sent, expected = numels or ((), ())
+        operation = Operation(key, begin, finish, work, sent, expected)
         self._post(lambda: self.collectives.submit(operation), wakes=opts.asyncOp)
         return work
 

@@ -49,7 +49,7 @@ class GroupWork(TorchWork):
         self.reply = Completion()
         self._thread, self._tensors = thread, list(tensors)
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: _Future | None = None
 
     def complete(self, error: BaseException | None = None) -> None:
         """Wake all that wait; called once."""
@@ -59,8 +59,12 @@ class GroupWork(TorchWork):
             else:
                 self.reply.fail(error)
             future = self._future
-        if future is not None:
-            _callbacks.submit(future.set_result, error)
+        if future is None:
+            return
+        if future.watched:
+            _callbacks.submit(future.settle)
+        else:  # at once: whoever waits for it in C++ should not need another thread
+            future.settle()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None and timeout > timedelta(0):
@@ -97,17 +101,61 @@ class GroupWork(TorchWork):
     def get_future(self) -> torch.futures.Future[Any]:
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = _Future(self)
                 if self.reply.answered:
-                    self._future.set_result(self.reply.error)
-            # PyTorch's C++ side takes an error only from a callback.
-            return self._future.then(self._outcome)
+                    self._future.settle()
+            return self._future
 
-    def _outcome(self, future: torch.futures.Future[BaseException | None]) -> list[Any]:
-        error = future.value()
-        if error is not None:
-            raise error
-        return self._tensors
+
+class _Future(torch.futures.Future[Any]):
+    """The future of an operation; ``watched`` once Python code has given it a callback."""
+
+    def __init__(self, work: GroupWork) -> None:
+        super().__init__()
+        self.watched = False
+        self._work = work
+        self._once = threading.Lock()
+
+    def then(self, callback: Any) -> torch.futures.Future[Any]:
+        self.watched = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Any) -> None:
+        self.watched = True
+        super().add_done_callback(callback)
+
+    def wait(self) -> Any:
+        self._work.wait()
+        self.settle()  # here, because this may be a callback that blocks the thread for them
+        return super().wait()
+
+    def settle(self) -> None:
+        """Set the result of an operation that is complete; again does nothing."""
+        if not self._once.acquire(blocking=False):
+            return
+        error = self._work.exception()
+        if error is None:
+            self.set_result(self._work.result())
+        else:
+            self._set_unwrap_func(_raise)
+            self.set_result(_Failure(error))
+
+
+class _Failure:
+    """The value of the future of an operation that has failed.
+
+    PyTorch's C++ side, which cannot be told of an error, pickles it to find tensors.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+def _raise(failure: _Failure) -> None:
+    raise failure.error
 
 
 class GroupOfWorks(TorchWork):
@@ -127,7 +175,7 @@ class GroupOfWorks(TorchWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         results = [tensor for work in self._works for tensor in work.result()]
-        futures = [work.get_future() for work in self._works]
+        futures = [work.get_future().then(lambda future: future.value()) for work in self._works]
         return torch.futures.collect_all(futures).then(lambda _: results)
 
 

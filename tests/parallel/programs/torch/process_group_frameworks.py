@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wfbp.torch
 from tests.parallel.programs.harness import Checks
-from tests.parallel.programs.torch.process_groups import grouped_in
+from tests.parallel.programs.torch.process_groups import group, grouped_in
 
 check = Checks()
 grouped = grouped_in(check)
@@ -225,3 +226,14 @@ def beside_a_distributed_optimizer(rank: int, size: int) -> None:
         sgd.step()
     close(ours, [p.detach() for p in wanted.parameters()])
     close(theirs, [p.detach() for p in wanted.parameters()])
+
+
+@check
+def ddp_of_models_that_differ() -> None:
+    """PyTorch's C++ code passes the text on, within an error of its own."""
+    with group() as (rank, size):
+        model = DistributedDataParallel(Model())
+        if rank == size - 1:
+            dist.barrier(async_op=True)
+        with pytest.raises(RuntimeError, match="DisagreementError.*ranks called different op"):
+            model(batch(rank, 0)).sum().backward()

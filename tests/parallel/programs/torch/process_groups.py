@@ -491,6 +491,7 @@ def aborted_groups() -> None:
         other.abort()
         if work is not None:
             raises(WfbpError, "destroyed or aborted", act=work.wait)
+            raises(WfbpError, "destroyed or aborted", act=work.get_future().wait)
         raises(WfbpError, act=lambda: dist.all_reduce(torch.ones(2), group=other))
         dist.barrier()
 
