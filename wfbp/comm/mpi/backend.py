@@ -327,10 +327,9 @@ class MpiBackend(HostBackend):
             comm.Free()
             if self._staging is None and self._memory is not None:
                 self._staging = Staging(self._memory)
-            chunking = made._topology.chunking
             shared = connect_shared(self._staging, made._channel, ranks) if made.size > 1 else None
             mailbox = PointToPoint(self._mpi, self._own(made._comm))
-        chunk_bytes = chunking.window_bytes // 2
+        chunk_bytes = made._topology.chunking.chunk_bytes
         return Exchange(made, made._channel, mailbox, shared, chunk_bytes, ranks)
 
     def mailbox(self) -> Mailbox:

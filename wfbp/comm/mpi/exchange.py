@@ -21,12 +21,14 @@ import numpy as np
 from wfbp.comm.backend import Buffer, Finished, Work, combine, split, typed
 from wfbp.comm.mpi.shm_allreduce import READY, REDUCED, TAKEN, WAITING, SharedFlags
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.transfers import Channel, MpiWork, Task
+from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
     from wfbp.comm.mpi.backend import MpiBackend, PointToPoint
 
+STAGED = Chunking(chunk_bytes=2 << 20, window_bytes=8 << 20)
+"""Chunks that stay in a core's cache; several, because a rank may wait for its core."""
 SMALL_BYTES = 64 << 10
 """All-reduces of up to this size are combined by every rank as a whole."""
 
@@ -347,6 +349,9 @@ class Exchange:
         self.checks = shared is not None
         """Whether ranks compare the fingerprints of all operations."""
         self._channel, self._shared, self._chunk_bytes = channel, shared, chunk_bytes
+        if shared is not None:
+            self._chunk_bytes = STAGED.chunk_bytes
+            channel.window = STAGED
 
     @property
     def position(self) -> int:

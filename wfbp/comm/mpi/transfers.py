@@ -202,7 +202,7 @@ class Channel:
         self.active: list[Task] = []
         self.queue: deque[Task] = deque()
         self.free_scratch: list[Buffer] = []
-        self._window = window
+        self.window = window
         self._active_bytes = 0
         self._sequence = 0
         group.channels.append(self)
@@ -267,7 +267,7 @@ class Channel:
         self.group.channels.remove(self)
 
     def _fill(self) -> None:
-        window = self._window
+        window = self.window
         while self.queue and (
             not self.active
             or (

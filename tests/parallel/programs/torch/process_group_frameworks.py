@@ -235,5 +235,5 @@ def ddp_of_models_that_differ() -> None:
         model = DistributedDataParallel(Model())
         if rank == size - 1:
             dist.barrier(async_op=True)
-        with pytest.raises(RuntimeError, match="DisagreementError.*ranks called different op"):
+        with pytest.raises(RuntimeError, match=r"DisagreementError.*ranks called different op"):
             model(batch(rank, 0)).sum().backward()
