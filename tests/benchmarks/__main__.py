@@ -21,6 +21,9 @@ BENCHMARKS = {
     "jax": "iterations of jitted steps against other ways; overlap; cost per leaf",
     "memory": "optimizer state and peak memory with sharded updates",
     "gpu": "packing and training on a CUDA device",
+    "backend": "DDP, FSDP2 and collectives of torch.distributed by wfbp, against gloo",
+    "upstream": "PyTorch's own tests of its process groups, under gloo and under wfbp",
+    "stress": "10,000 asynchronous operations on overlapping groups of torch.distributed",
     "replay": "the real runtime on a trace and an emulated link, against the prediction",
 }
 """What each does; ``main(argv)`` of the module of that name runs it."""

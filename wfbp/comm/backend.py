@@ -43,6 +43,8 @@ class Work(ABC, Generic[T]):
     """One collective under way; ``nbytes`` is the size of its message."""
 
     nbytes: int = 0
+    mismatch: bool = False
+    """Whether another rank is in a different operation, if ranks compare them (``Exchange``)."""
 
     @property
     def activity(self) -> int:

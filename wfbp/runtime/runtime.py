@@ -127,6 +127,11 @@ class Runtime:
         if within is None:
             self.thread.start()
 
+    @property
+    def backend(self) -> HostBackend:
+        """The backend of all ranks."""
+        return self._backend
+
     def check(self) -> None:
         """Raise the ``WfbpError`` that ended the runtime or its process set, if any."""
         if self.thread.error is not None:

@@ -51,6 +51,14 @@ MODES = {
     "overlap": Config(
         schedule="layerwise", warmup_steps=10**6, timeout_s=60.0, probe_budget_s=0.02
     ),
+    # The same without shared memory.
+    "messages": Config(
+        schedule="layerwise",
+        warmup_steps=10**6,
+        timeout_s=60.0,
+        probe_budget_s=0.02,
+        shared_memory=False,
+    ),
     "changing": _short("auto"),
     # Decoupled, and installed after a few steps.
     "ps_layerwise": _short("ps_layerwise"),

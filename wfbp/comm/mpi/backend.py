@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from wfbp.comm.arrays import HALF, INTEGER, Buffer, blocks, split, typed, word_dtype
 from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill, fill_blocks
+from wfbp.comm.mpi.exchange import Exchange, Staging, connect_shared
 from wfbp.comm.mpi.library import (
     BytesTask,
     LibraryTask,
@@ -64,6 +65,7 @@ class MpiBackend(HostBackend):
         shared_memory: bool = True,
         check_launcher: bool = True,
         _original: MpiBackend | None = None,
+        _alone: bool = False,  # made by some ranks in an order of their own
     ) -> None:
         self._mpi = mpi = load(start_timeout_s)
         chosen = communicator(mpi, comm) if isinstance(comm, Sequence) else comm
@@ -82,7 +84,7 @@ class MpiBackend(HostBackend):
                 )
             else:
                 self._notices = _original._notices
-                if self._comm.size == _original.size:
+                if self._comm.size == _original.size and not _alone:
                     self._topology, self._memory = _original._topology, _original._memory
                 else:  # ranks of a subset do not find their way in the memory of all
                     self._topology, self._memory = Topology.find(mpi, self._comm, None), None
@@ -104,6 +106,7 @@ class MpiBackend(HostBackend):
         )
         chunking = self._topology.chunking
         self._channel = Channel(self._group, chunking, mpi, self._comm)
+        self._staging: Staging | None = None
         self._shared = SharedAllReduce.of(
             self._memory, self._group, self.rank, self.size, chunking.window_bytes
         )
@@ -252,6 +255,23 @@ class MpiBackend(HostBackend):
         made = MpiBackend(comm, _original=self)
         comm.Free()
         return made
+
+    def among(self, ranks: Sequence[int], tag: int) -> Exchange:
+        """Collectives among these ranks, in this order. Blocking, and collective among them alone;
+        the thread that calls need not be the one that uses this backend."""
+        what = f"no communicator could be made of ranks {list(ranks)}"
+        with translating(self._mpi, self._who, what):
+            comm = self._comm.Create_group(  # type: ignore[attr-defined]
+                self._comm.group.Incl(list(ranks)), tag
+            )
+            made = MpiBackend(comm, _original=self, _alone=True)
+            comm.Free()
+            if self._staging is None and self._memory is not None:
+                self._staging = Staging(self._memory)
+            shared = connect_shared(self._staging, made._channel, ranks) if made.size > 1 else None
+            mailbox = PointToPoint(self._mpi, self._own(made._comm))
+        chunk_bytes = made._topology.chunking.chunk_bytes
+        return Exchange(made, made._channel, mailbox, shared, chunk_bytes, ranks)
 
     def mailbox(self) -> Mailbox:
         with translating(self._mpi, self._who, "no mailbox could be made"):

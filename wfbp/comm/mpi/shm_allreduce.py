@@ -15,36 +15,37 @@ import numpy as np
 
 from wfbp.comm.arrays import Buffer, combine, split, typed
 from wfbp.comm.backend import Segment
-from wfbp.comm.mpi.shm_memory import HEADER_BYTES, SharedMemory
+from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.transfers import ProgressGroup, Task, chunks
 from wfbp.core.types import Op
-from wfbp.errors import BackendError
 
 WAITING, READY, REDUCED, TAKEN = range(4)
 """Phases of a task; one that is WAITING for a row of flags has published nothing."""
 _PHASES = 4
-_NUM_ROWS = 64
-"""More than the tasks that a channel usually has under way; others wait for a row."""
 _ROW_WORDS = 8
 """A cache line."""
-_FLAG_SET_BYTES = _NUM_ROWS * _ROW_WORDS * 8
-NUM_FLAG_SETS = HEADER_BYTES // _FLAG_SET_BYTES - 1
-"""The first bytes of the header are reserved for ``SharedMemory``."""
+_FLAG_SET_BYTES = HEADER_BYTES // (NUM_FLAG_SETS + 1)
+"""The first set's bytes of the header are reserved for ``SharedMemory``."""
+_NUM_ROWS = _FLAG_SET_BYTES // (_ROW_WORDS * 8)
+"""More than the tasks that a channel usually has under way; others wait for a row."""
 
 
 class SharedFlags:
     """Flags that publish each rank's progress with the tasks of one channel.
 
-    A task has one row per rank, which only that rank writes: a growing number that encodes task and
-    phase, then the offset of its contribution. Task numbers agree on all ranks. A row is reused
-    only when no rank needs it: a later task in the row implies that the earlier one is over.
+    ``places`` are each rank's number in the memory, and its set of flags there. A task has one row
+    per rank, which only that rank writes: a growing number that encodes task and phase, then the
+    offset of its contribution and a note that ranks may compare. Task numbers agree on all ranks.
+    A row is reused only when no rank needs it: a later task in the row implies that the earlier one
+    is over.
     """
 
-    def __init__(self, memory: SharedMemory, rank: int, size: int, channel: int) -> None:
+    def __init__(self, memory: SharedMemory, rank: int, places: Sequence[tuple[int, int]]) -> None:
         self.rank = rank
-        self.peers = [(rank + step) % size for step in range(1, size)]
+        self.peers = [(rank + step) % len(places) for step in range(1, len(places))]
         # Items of memoryviews are read in half the time of those of arrays.
-        self._words = memory.views((channel + 1) * _FLAG_SET_BYTES, _FLAG_SET_BYTES)
+        starts = [(at, (number + 1) * _FLAG_SET_BYTES) for at, number in places]
+        self._words = memory.views(starts, _FLAG_SET_BYTES)
         self._words[:] = [memoryview(view.view(np.int64)) for view in self._words]  # type: ignore
         self._num_tasks = 0
 
@@ -53,7 +54,12 @@ class SharedFlags:
         self._num_tasks += 1
         return self._num_tasks
 
-    def begin(self, task: int, offset: int) -> bool:
+    @property
+    def position(self) -> int:
+        """How many tasks have been numbered."""
+        return self._num_tasks
+
+    def begin(self, task: int, offset: int, note: int = 0) -> bool:
         """Publish the offset of this rank's contribution; False, publishing nothing, if a rank may
         still need the row for the previous task in it."""
         before = task - _NUM_ROWS
@@ -61,6 +67,7 @@ class SharedFlags:
             return False
         words, row = self._words[self.rank], task % _NUM_ROWS * _ROW_WORDS
         words[row + 1] = offset
+        words[row + 2] = note
         words[row] = task * _PHASES + READY  # last: a rank that sees it reads the offset
         return True
 
@@ -72,6 +79,11 @@ class SharedFlags:
         """Whether a rank has reached a phase of a task."""
         reached: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS]
         return reached >= task * _PHASES + phase
+
+    def note(self, rank: int, task: int) -> int:
+        """The note of a rank; valid once it is READY."""
+        note: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 2]
+        return note
 
     def offset(self, rank: int, task: int) -> int:
         """The offset of a rank's contribution; valid once it is READY."""
@@ -145,7 +157,7 @@ class SharedReduceTask(Task):
                     self._missing.remove(peer)
             if self._missing:
                 return False
-            self._check_read()
+            self._memory.check_read(self._flags.peers)
             self._enter(TAKEN)  # from now on the other ranks may overwrite their memory
             self._parts = ()
         return all(flags.reached(peer, number, TAKEN) for peer in flags.peers)
@@ -161,18 +173,6 @@ class SharedReduceTask(Task):
         self._phase = phase
         self._flags.tell(self._number, phase)
         self._group.moves += 1
-
-    def _check_read(self) -> None:
-        """Raise ``BackendError`` if a rank gave up before this rank had read its memory."""
-        # Checked after the last read: a rank marks its memory as invalid before it changes it.
-        withdrawn = [peer for peer in self._flags.peers if self._memory.withdrawn(peer)]
-        if withdrawn:
-            names = " and ".join(f"rank {peer}" for peer in sorted(withdrawn))
-            raise BackendError(
-                f"{names} gave up before this rank had read what it needed from there, and says "
-                "why. If that was for having waited too long: this rank was held up, or "
-                "WFBP_TIMEOUT_S is too short"
-            )
 
     def _shard(self, rank: int, owner: int) -> Buffer:
         """The contribution of ``rank`` to the owner's shard."""
@@ -225,9 +225,10 @@ class SharedAllReduce:
         window_bytes: int,
     ) -> SharedAllReduce | None:
         """Those of a new channel; None without shared memory, or if no flags are left."""
-        if memory is None or (number := memory.next_flag_set()) >= NUM_FLAG_SETS:
+        if memory is None or (number := memory.next_flag_set()) < 0:
             return None
-        return cls(memory, SharedFlags(memory, rank, size, number), group, window_bytes)
+        flags = SharedFlags(memory, rank, [(peer, number) for peer in range(size)])
+        return cls(memory, flags, group, window_bytes)
 
     def tasks(
         self, buffer: Buffer, segments: Sequence[Segment], dtype: str, op: Op

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wfbp.comm.arrays import Buffer
+from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 PAGE_BYTES = mmap.PAGESIZE
 HEADER_BYTES = 1 << 20
 """Start of each rank's memory, reserved for flags (``shm_allreduce``)."""
+NUM_FLAG_SETS = 255
+"""Sets of flags in the header: those of channels from the first, those of groups from the last."""
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 """Whether stores become visible in order, so that a flag written after data implies the data."""
 SWITCH = "WFBP_SHARED_MEMORY"
@@ -226,7 +229,7 @@ class SharedMemory:
         self._free_list = FreeList(HEADER_BYTES, self._nbytes)
         self._lock = Lock()
         self._freed: deque[tuple[int, int]] = deque()
-        self._flag_sets = count()
+        self._flag_sets, self._group_flag_sets = count(), count()
         self._views: list[list[Buffer]] = []
 
     @classmethod
@@ -295,9 +298,21 @@ class SharedMemory:
             self._map.keep_only(self._free_list.taken(HEADER_BYTES, self._nbytes))
             self._free_list = FreeList(0, 0)
 
-    def views(self, start: int, nbytes: int) -> list[Buffer]:
-        """These bytes of every rank's memory; :meth:`release` empties the list."""
-        views = [whole[start : start + nbytes] for whole in self._whole]
+    def check_read(self, ranks: Sequence[int]) -> None:
+        """Raise ``BackendError`` if one of these ranks gave up; call it after reading from them."""
+        # A rank marks its memory as invalid before it changes it.
+        gone = [rank for rank in ranks if rank != self._rank and self.withdrawn(rank)]
+        if gone:
+            names = " and ".join(f"rank {rank}" for rank in sorted(gone))
+            raise BackendError(
+                f"{names} gave up before this rank had read what it needed from there, and says "
+                "why. If that was for having waited too long: this rank was held up, or "
+                "WFBP_TIMEOUT_S is too short"
+            )
+
+    def views(self, starts: Sequence[tuple[int, int]], nbytes: int) -> list[Buffer]:
+        """For each rank and start, these bytes of its memory; :meth:`release` empties the list."""
+        views = [self._whole[rank][start : start + nbytes] for rank, start in starts]
         self._views.append(views)
         return views
 
@@ -327,8 +342,14 @@ class SharedMemory:
         return address - self._address
 
     def next_flag_set(self) -> int:
-        """The number of a new channel; call in the same order on every rank."""
-        return next(self._flag_sets)
+        """The number of a new channel, -1 if none is left; in the same order on every rank."""
+        number = next(self._flag_sets)
+        return number if number < NUM_FLAG_SETS // 2 else -1
+
+    def next_group_flag_set(self) -> int:
+        """The number of this rank's flags for a group of ranks, -1 if none is left."""
+        number = NUM_FLAG_SETS - 1 - next(self._group_flag_sets)
+        return number if number >= NUM_FLAG_SETS // 2 else -1
 
     def view(self, rank: int, offset: int, nbytes: int) -> Buffer:
         """Bytes of a rank's memory."""

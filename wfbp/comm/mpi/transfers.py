@@ -202,7 +202,7 @@ class Channel:
         self.active: list[Task] = []
         self.queue: deque[Task] = deque()
         self.free_scratch: list[Buffer] = []
-        self._window = window
+        self.window = window
         self._active_bytes = 0
         self._sequence = 0
         group.channels.append(self)
@@ -247,6 +247,19 @@ class Channel:
                 self.free_scratch.append(task.scratch)
         self._fill()
 
+    @property
+    def position(self) -> int:
+        """How many tags have been used."""
+        return self._sequence
+
+    def abandon(self) -> list[Task]:
+        """Forget everything under way, and return what may still use its memory."""
+        self.queue.clear()
+        active, self.active[:] = list(self.active), []
+        self.group.num_polled -= sum(task.transfer is None for task in active)
+        self._active_bytes = 0
+        return active
+
     def leave(self) -> None:
         """Leave the group; abandon whatever is still under way."""
         if self.active:
@@ -254,7 +267,7 @@ class Channel:
         self.group.channels.remove(self)
 
     def _fill(self) -> None:
-        window = self._window
+        window = self.window
         while self.queue and (
             not self.active
             or (

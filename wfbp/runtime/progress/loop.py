@@ -145,6 +145,7 @@ class ProgressLoop:
         )
         self._young_s = min(_YOUNG_S, config.stall_warning_s, config.timeout_s)
         self._handlers: dict[str, NoticeHandler] = {}
+        self._early: list[tuple[int, dict[str, Any]]] = []
         self._queues: dict[object, deque[PendingCollective]] = {}  # those that are not empty
         self._lanes: list[LaneProtocol] = []
         self._members: dict[LaneProtocol, Members] = {}
@@ -212,7 +213,7 @@ class ProgressLoop:
         if now < self._next_tick:
             return
         passed_s, self._next_tick = now - self._next_tick + TICK_S, now + TICK_S
-        self._read_notices()
+        self.read_notices()
         waits = [(now - waited_s, label, members)]
         error = self.error or self.watch.check(waits, now, passed_s)
         if error is not None:
@@ -283,6 +284,9 @@ class ProgressLoop:
     def handle_notices(self, kind: str, handler: NoticeHandler) -> None:
         """Have notices of a kind given to this handler: the sender's rank, and the notice."""
         self._handlers[kind] = handler
+        early, self._early = self._early, []
+        for sender, notice in early:
+            self._handle(sender, notice)
 
     def advance_lanes(self) -> None:
         """Move lanes on, for a collective that waits within :meth:`progress` for what they owe."""
@@ -369,7 +373,7 @@ class ProgressLoop:
         retiring, self._retiring = self._retiring, []
         for lane, idle in retiring:
             self.retire_lane(lane, idle)
-        self._read_notices()
+        self.read_notices()
         is_old, begun_before = bool(self.watch.left), now - self._young_s
         for queue in self._queues.values():
             is_old |= queue[0].since <= begun_before
@@ -388,7 +392,8 @@ class ProgressLoop:
                 waits.append((since, lane.describe(), self._members[lane]))
         return waits
 
-    def _read_notices(self) -> None:
+    def read_notices(self) -> None:
+        """Handle the notices that have arrived; done some times a second."""
         for sender, payload in self._backend.poll_notices():
             notice = json.loads(payload)
             kind = notice["kind"]
@@ -406,7 +411,14 @@ class ProgressLoop:
                 if error is not None:
                     self.fail(error)
             else:
-                self._handlers[kind](sender, notice)
+                self._handle(sender, notice)
+
+    def _handle(self, sender: int, notice: dict[str, Any]) -> None:
+        """Pass a notice on to its handler, which this rank may have yet to name."""
+        if handler := self._handlers.get(notice["kind"]):
+            handler(sender, notice)
+        else:
+            self._early.append((sender, notice))
 
     def _status(self) -> RankStatus:
         """Status of this rank."""

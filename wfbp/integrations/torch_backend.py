@@ -1,0 +1,41 @@
+"""PyTorch calls :func:`register` when it is imported (entry point ``torch.backends``).
+
+:mod:`wfbp.torch.distributed` is loaded only when a program uses the backend, so that others pay
+nothing for it.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+from wfbp.comm.mpi.start_notice import under_launcher
+
+
+def register() -> None:
+    """Announce the backend ``wfbp`` to ``torch.distributed``."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+    if "WFBP" in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend("wfbp", _create, extended_api=True, devices=["cpu"])
+    of_torch = handlers["env"]
+
+    def by_environment(url: str, **options: Any) -> Any:
+        if "MASTER_ADDR" in os.environ or not under_launcher():
+            return of_torch(url, **options)
+        import_module("wfbp.torch.distributed")  # which puts its own handler here
+        return handlers["env"](url, **options)
+
+    handlers["env"] = by_environment
+
+
+def _create(options: Any, backend_options: Any = None) -> Any:
+    from wfbp.torch.distributed.groups import create
+
+    return create(options, backend_options)

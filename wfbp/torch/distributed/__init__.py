@@ -1,0 +1,79 @@
+"""The backend ``wfbp`` of ``torch.distributed``, for CPU tensors. Importing it registers it.
+
+Under ``mpirun``, ``wfbprun`` or ``srun`` no address, port or rank is needed. In reading order:
+``rendezvous`` (store and ranks), ``groups`` (making groups), ``process_group`` (the operations),
+``tensors`` (their bytes), ``lanes`` and ``messages`` (the communication thread's side), ``work``.
+
+Example:
+    >>> import torch, torch.distributed as dist
+    >>> import wfbp.torch.distributed
+    >>> dist.init_process_group("wfbp", init_method="wfbp://")
+    >>> total = torch.ones(3)
+    >>> dist.all_reduce(total)
+    >>> dist.destroy_process_group()
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from wfbp.torch.distributed import groups, rendezvous
+from wfbp.torch.distributed.process_group import ProcessGroup
+
+__all__ = ["ProcessGroup", "register"]
+
+
+def register() -> None:
+    """Register the backend, unless PyTorch has done so (``integrations/torch_backend``)."""
+    if "WFBP" not in dist.Backend._plugins:
+        dist.Backend.register_backend("wfbp", groups.create, extended_api=True, devices=["cpu"])
+    if not rendezvous.register():
+        return
+    # PyTorch offers these two for a fixed list of backends.
+    for name, own in (("monitored_barrier", _monitored_barrier), ("split_group", _split_group)):
+        _extend(name, own)
+
+
+def _extend(name: str, own: Any) -> None:
+    """Let a function of PyTorch serve groups of this backend, too."""
+    of_torch = getattr(distributed_c10d, name)
+
+    def function(group: Any = None, *args: Any, **options: Any) -> Any:
+        key = "group" if name == "monitored_barrier" else "parent_pg"
+        group = options.pop(key, group)
+        if isinstance(group or distributed_c10d.GroupMember.WORLD, ProcessGroup):
+            return own(group or distributed_c10d.GroupMember.WORLD, *args, **options)
+        return of_torch(group, *args, **options)
+
+    function.__name__, function.__doc__ = name, of_torch.__doc__
+    setattr(distributed_c10d, name, function)
+    setattr(dist, name, function)
+
+
+def _monitored_barrier(
+    group: ProcessGroup, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    if isinstance(timeout, float | int):
+        timeout = timedelta(seconds=timeout)
+    group.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _split_group(
+    group: ProcessGroup,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: Any = None,
+) -> dist.ProcessGroup | None:
+    if not split_ranks or any(len(set(ranks)) != len(ranks) or not ranks for ranks in split_ranks):
+        raise ValueError(f"split_ranks is {split_ranks}; expected lists of different ranks")
+    mine = next((ranks for ranks in split_ranks if group.rank() in ranks), None)
+    return None if mine is None else group.split_group(sorted(mine), timeout, group_desc=group_desc)
+
+
+register()

@@ -1,0 +1,71 @@
+"""Rendezvous over MPI: rank, number of ranks, and a store, without address, port or variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+from wfbp.comm.mpi.start_notice import under_launcher
+from wfbp.errors import BackendError
+from wfbp.launcher.hosts import interfaces
+from wfbp.runtime import process
+
+Found = Iterator[tuple[Store, int, int]]
+
+_CONNECT_S = 2.0
+_LOOPBACK = "127.0.0.1"
+
+
+def register() -> bool:
+    """Serve ``wfbp://``, and ``env://`` where only an MPI launcher tells the rank; False if that
+    is done already."""
+    if "wfbp" in _rendezvous_handlers:
+        return False
+    of_torch = _rendezvous_handlers["env"]
+    _rendezvous_handlers["wfbp"] = _over_mpi
+    _rendezvous_handlers["env"] = lambda url, **options: _by_environment(of_torch, url, **options)
+    return True
+
+
+def _by_environment(of_torch: Callable[..., Found], url: str, **options: Any) -> Found:
+    is_told = "MASTER_ADDR" in os.environ or not under_launcher()
+    return of_torch(url, **options) if is_told else _over_mpi(url, **options)
+
+
+def _over_mpi(_: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> Found:
+    process.start()
+    runtime = process.current("init_process_group()")
+    store, place = None, ""
+    if runtime.rank == 0:
+        # A fresh server, which all of this job's later groups share.
+        store = TCPStore(_LOOPBACK, 0, None, True, timeout, wait_for_workers=False)
+        place = json.dumps([store.port, list(interfaces())])
+    port, addresses = json.loads(runtime.exchange(place.encode(), "init_process_group()")[0])
+    if store is None:
+        on_one_host = runtime.local_size == runtime.size
+        host = _LOOPBACK if on_one_host else _reachable(addresses, port)
+        store = TCPStore(host, port, None, False, timeout)
+    yield store, runtime.rank, runtime.size
+    raise BackendError("a rendezvous over MPI happens once; call init_process_group() again")
+
+
+def _reachable(addresses: list[str], port: int) -> str:
+    """The first of rank 0's addresses that accepts connections."""
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), _CONNECT_S).close()
+        except OSError:
+            continue
+        return address
+    raise BackendError(
+        f"rank 0 cannot be reached at port {port} of {', '.join(addresses) or 'any address'}, "
+        "which torch.distributed needs for its store; open the ports between the hosts, or set "
+        "MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE"
+    )
