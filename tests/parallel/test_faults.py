@@ -125,7 +125,7 @@ def test_a_rank_that_stops_stepping(mpi: str, who: int) -> None:
     assert all(
         "step 3: all-reduce of group 1 of 6" in c["text"] for c in found.ranks if c is not None
     )
-    assert f"hears from rank {who}: reducer, step 3: nothing posted yet" in found.run.stderr
+    assert f"rank {who}: reducer, step 3: nothing posted yet" in found.run.stderr
 
 
 @pytest.mark.parametrize("place", ["reduce", "wrap"])
@@ -135,7 +135,7 @@ def test_a_rank_that_stops_elsewhere(place: str) -> None:
     assert {"reduce": "allreduce 'second'", "wrap": "reducer: comparing tensors"}[place] in (
         found.ranks[1]["text"]
     )
-    assert "hears from rank 0: idle" in found.run.stderr
+    assert "others were here: rank 0: idle" in found.run.stderr
 
 
 SETTINGS = {

@@ -428,7 +428,7 @@ class Reducer:
             if recorder is not None:
                 recorder.after_step(self._steps, measured.stamps, measured.times)
             if timeline is not None and measured.stamps.done_s:
-                timeline.step(self._record_name, self._steps, tuner.plan, measured)
+                timeline.step(self._record_name, self._steps - 1, tuner.plan, measured)
             if tuner.visit.add(measured.stamps):
                 tuner.complete()
         often = self._runtime.config.summary_steps

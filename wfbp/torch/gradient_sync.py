@@ -86,7 +86,8 @@ class GradientGuard:
         raise RuntimeError(
             f"{where}backward and before it was averaged over the ranks. Call "
             "optimizer.synchronize() first, then change gradients, then step inside 'with "
-            "optimizer.skip_synchronize():'; to forget gradients, call optimizer.zero_grad()"
+            "optimizer.skip_synchronize():'; to clip, call optimizer.clip_grad_norm_() instead; to "
+            "forget gradients, optimizer.zero_grad()"
         )
 
     def check(self, params: Sequence[torch.Tensor]) -> list[int]:

@@ -53,7 +53,7 @@ def train(runtime: Runtime, path: Path, window: tuple[int, int]) -> list[float]:
 
 def test_it_shows_the_overlap_that_is_reported(tmp_path: Path) -> None:
     def body(runtime: Runtime) -> list[float]:
-        return train(runtime, tmp_path / f"timeline.rank{runtime.rank}.json", (STEPS - 4, STEPS))
+        return train(runtime, tmp_path / f"timeline.rank{runtime.rank}.json", (STEPS - 5, STEPS - 1))
 
     reported = all_well(run_ranks(2, body, CONFIG))
     documents = [load(tmp_path / f"timeline.rank{rank}.json") for rank in range(2)]
@@ -66,7 +66,7 @@ def test_it_shows_the_overlap_that_is_reported(tmp_path: Path) -> None:
             if event["name"] == "wait for gradients":
                 step = event["args"]["step"]
                 waits[step] = waits.get(step, 0.0) + event["dur"] * 1e-6
-        assert set(waits) == set(range(STEPS - 4, STEPS + 1))
+        assert set(waits) == set(range(STEPS - 5, STEPS))
         for step, wanted_s in zip(sorted(waits), reported[rank][-5:], strict=True):
             assert waits[step] == pytest.approx(wanted_s, rel=0.05, abs=1e-6)
     rows = summarize(merge(documents))

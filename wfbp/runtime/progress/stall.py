@@ -8,6 +8,7 @@ deadlock to all. Any other wait ends with a :class:`StallError` after ``WFBP_TIM
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +24,8 @@ NOTICES = ("where", "here", "deadlock")
 
 _LEFT_GRACE_S = 2.0
 _SECOND_LOOK_S = 1.0
+_ANSWER_S = 2.0
+"""Ranks that have not answered by then are reported as silent."""
 _PAUSE_S = 5.0
 """Longest time between two looks that counts as waiting; the job may have been suspended."""
 _MOST_QUIET_S = 1.5
@@ -97,6 +100,8 @@ class StallWatch:
         self._question = 0
         self._answers: dict[int, RankStatus] = {}
         self._suspicion: list[RankStatus] = []
+        self._own_place = ""
+        self._report_at_s = math.inf  # when to report even if some ranks have not answered
         self._second_look = 0.0
 
     def note_left(self, rank: int, how: str) -> None:
@@ -144,6 +149,9 @@ class StallWatch:
             log.warning("%s has waited %.0f s: %s", self._where, waited_s, what)
             self._suspicion = []
             self._ask()
+            self._report_at_s = now + _ANSWER_S
+        elif now > self._report_at_s:
+            self._report_places()
         elif self._suspicion and now > self._second_look:
             self._second_look = now + self._config.timeout_s
             self._ask()
@@ -155,6 +163,7 @@ class StallWatch:
         """Handle another rank's notice, of :data:`NOTICES`; returns the error to end with."""
         if self.other_threads:
             own = replace(own, blocked=False)
+        self._own_place = own.place
         if notice["kind"] == "where":
             answer = {"kind": "here", "to": sender, "number": notice["number"]}
             self._send({**answer, "status": asdict(own)})
@@ -163,9 +172,9 @@ class StallWatch:
         elif notice["to"] == self._rank and notice["number"] == self._question:
             status = RankStatus(**notice["status"])
             self._answers[sender] = status
-            if not self._suspicion:
-                log.warning("%s hears from rank %d: %s", self._where, sender, status.place)
             if len(self._answers) == self._size - 1:
+                if self._report_at_s < math.inf:
+                    self._report_places()
                 return self._compare(own)
         return None
 
@@ -194,6 +203,13 @@ class StallWatch:
         self._question += 1
         self._answers = {}
         self._send({"kind": "where", "number": self._question})
+
+    def _report_places(self) -> None:
+        """Warn where the other ranks are; of ranks that wait in one place, the first does so."""
+        self._report_at_s = math.inf
+        before = [s.place for rank, s in self._answers.items() if rank < self._rank]
+        if self._own_place not in before:
+            log.warning("%s: %s", self._where, self.answers)
 
     def _compare(self, own: RankStatus) -> DisagreementError | None:
         """All have answered: judge whether they wait for each other."""
