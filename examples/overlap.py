@@ -42,6 +42,8 @@ CONTEXT, WIDTH, DEPTH, RATE = 128, 160, 4, 3e-3
 TEXT_BYTES = 1_000_000
 COLUMNS = 64
 KINDS = {"compute": "blue", "update": "cyan", "wait": "red", "message": "yellow"}
+GLYPHS = {"compute": "█", "update": "▓", "wait": "░", "message": "▄"}
+"""Told apart where there are no colours."""
 MEANINGS = {
     "compute": "forward and backward",
     "update": "update of parameters",
@@ -234,7 +236,7 @@ def wfbp_spans(timeline: Path) -> Spans:
 
 
 def bar(run: Run, kinds: tuple[str, ...], longest_s: float) -> Text:
-    """One row of a step: a character per part of it, in the colour of what happens there."""
+    """One row of a step: a character per part of it, by what happens there."""
     cells = [" "] * COLUMNS
     for kind in kinds:  # later ones cover earlier ones
         for _, first, last in (span for span in run.step if span[0] == kind):
@@ -242,7 +244,7 @@ def bar(run: Run, kinds: tuple[str, ...], longest_s: float) -> Text:
                 cells[min(column, COLUMNS - 1)] = kind
     line = Text()
     for cell in cells:
-        line.append("█" if cell in KINDS else " ", style=KINDS.get(cell, ""))
+        line.append(GLYPHS.get(cell, " "), style=KINDS.get(cell, ""))
     return line
 
 
@@ -255,7 +257,7 @@ def pictures(runs: list[Run]) -> Iterator[Text]:
         yield Text("  messages  ") + bar(run, ("message",), longest_s)
     legend = Text("  ")
     for kind, colour in KINDS.items():
-        legend.append("█", style=colour)
+        legend.append(GLYPHS[kind], style=colour)
         legend.append(f" {kind}  ")
     yield legend
 

@@ -50,7 +50,8 @@ def test_an_exception_reaches_ranks_that_wait_elsewhere(place: str, who: int) ->
     assert found.run.stderr.count("Traceback (most") == 1, found.run  # the failing rank's
     (told,) = (line for line in found.run.stderr.splitlines() if "PeerError" in line)
     assert re.fullmatch(
-        rf"wfbp: PeerError: rank {1 - who} of 2: .* \(at .*faults\.py:\d+, in \w+\)", told
+        rf"wfbp: PeerError: rank {1 - who} of 2: .* \(this rank was at .*faults\.py:\d+, in \w+\)",
+        told,
     )
 
 

@@ -64,7 +64,7 @@ def _report(
     elif issubclass(kind, KeyboardInterrupt) and _runtime is not None:
         line = f"{_runtime.where}: KeyboardInterrupt {_place(traceback)}"
     elif issubclass(kind, PeerError):  # the traceback that helps is the other rank's
-        line = f"PeerError: {error} ({_place(traceback)})"
+        line = f"PeerError: {error} (this rank was {_place(traceback)})"
     if line is None or (line and main is not sys.__excepthook__):  # the program's own hook
         main(kind, error, traceback)
     elif line:

@@ -53,7 +53,9 @@ def train(runtime: Runtime, path: Path, window: tuple[int, int]) -> list[float]:
 
 def test_it_shows_the_overlap_that_is_reported(tmp_path: Path) -> None:
     def body(runtime: Runtime) -> list[float]:
-        return train(runtime, tmp_path / f"timeline.rank{runtime.rank}.json", (STEPS - 5, STEPS - 1))
+        return train(
+            runtime, tmp_path / f"timeline.rank{runtime.rank}.json", (STEPS - 5, STEPS - 1)
+        )
 
     reported = all_well(run_ranks(2, body, CONFIG))
     documents = [load(tmp_path / f"timeline.rank{rank}.json") for rank in range(2)]
