@@ -76,7 +76,8 @@ class Groups:
         self._arrived: defaultdict[str, dict[int, dict[str, int]]] = defaultdict(dict)
         runtime.thread.loop.handle_notices(_ARRIVAL, self._hear_arrival)
         runtime.thread.loop.handle_notices(NOTICE, self._hear)
-        runtime.thread.loop.is_awaited = future_waits.is_blocked
+        if not backend.progresses_alone:  # else naps do not delay the data
+            runtime.thread.loop.is_awaited = future_waits.is_blocked
 
     def make(
         self,
