@@ -114,7 +114,7 @@ class FutureWaits:
     """Whether the thread that last asked for a future is blocked, as DDP is after backward.
 
     It waits in C++, where it cannot drive communication: the communication thread must not nap
-    then. A thread is blocked if its CPU time stands still.
+    then. A thread is blocked if it uses no CPU time.
     """
 
     _LOOK_S = 2e-4
