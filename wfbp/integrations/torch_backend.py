@@ -6,7 +6,6 @@ nothing for it.
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import Any
 
@@ -27,7 +26,7 @@ def register() -> None:
     of_torch = handlers["env"]
 
     def by_environment(url: str, **options: Any) -> Any:
-        if "MASTER_ADDR" in os.environ or not under_launcher():
+        if not under_launcher():
             return of_torch(url, **options)
         import_module("wfbp.torch.distributed")  # which puts its own handler here
         return handlers["env"](url, **options)

@@ -133,6 +133,8 @@ class ProgressLoop:
         self.num_waits = 0  # begun so far
         self.awaited: Reply[Any] = Reply()
         self.waiting_threads: set[int] = set()  # idents of threads that ever waited
+        self.is_awaited: Callable[[], bool] = lambda: False
+        """Whether a thread waits for communication elsewhere, such as in a framework's own code."""
         self.num_fetches = 0
         """Of this rank: it is not blocked then, because communication threads answer."""
         self.closing = False
@@ -189,7 +191,7 @@ class ProgressLoop:
             for lane in self._lanes:
                 if lane.busy and (lane.polls or self._backend.may_progress()):
                     return 0.0
-            return self._nap_s(urgent=False)
+            return self._nap_s(urgent=self.is_awaited())
         except Exception as error:
             return self._end_runtime(error)
 

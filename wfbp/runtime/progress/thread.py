@@ -210,7 +210,7 @@ class CommunicationThread:
                 with self._driver_lock:  # wait for a training thread that drives
                     pass
                 with self._progress_lock:
-                    nap_s = loop.progress(urgent=loop.num_waiting > 0)
+                    nap_s = loop.progress(urgent=loop.num_waiting > 0 or loop.is_awaited())
                     wakeable = nap_s > 0 and loop.wakeable
                 if nap_s > 0:
                     self._rest(nap_s, wakeable)

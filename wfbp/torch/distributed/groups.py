@@ -19,6 +19,7 @@ from wfbp.runtime import process
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.lanes import NOTICE
 from wfbp.torch.distributed.process_group import ProcessGroup
+from wfbp.torch.distributed.work import future_waits
 
 _ARRIVAL = "process group wanted"
 _NUM_TAGS = 1 << 15
@@ -75,6 +76,8 @@ class Groups:
         self._arrived: defaultdict[str, dict[int, dict[str, int]]] = defaultdict(dict)
         runtime.thread.loop.handle_notices(_ARRIVAL, self._hear_arrival)
         runtime.thread.loop.handle_notices(NOTICE, self._hear)
+        if not backend.progresses_alone:  # else naps do not delay the data
+            runtime.thread.loop.is_awaited = future_waits.is_blocked
 
     def make(
         self,

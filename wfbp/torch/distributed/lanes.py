@@ -70,7 +70,7 @@ class _Inquiry:
 class Lane(LaneProtocol):
     """What lanes of groups have in common; under the progress lock."""
 
-    polls = True
+    polls = False
     has_events = False
     has_room = False
     owes_work = False
@@ -273,6 +273,7 @@ class CollectiveLane(Lane):
                 number, overdue_s, time.monotonic(), {self._exchange.rank: place}
             )
             self._tell({"ask": number, "overdue_s": overdue_s, "place": place})
+            self.polls = True
             self._serve(True)
         if "place" in notice and self._inquiry.number == number:
             self._inquiry.places[sender] = notice["place"]

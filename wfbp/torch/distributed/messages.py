@@ -55,6 +55,8 @@ class _Envelope:
 class MessageLane(Lane):
     """The messages of one group, under the progress lock."""
 
+    polls = True
+
     def __init__(self, runtime: Runtime, exchange: Exchange, name: str) -> None:
         super().__init__(runtime, exchange, name)
         self._mailbox = exchange.mailbox

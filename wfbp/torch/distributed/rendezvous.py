@@ -35,8 +35,11 @@ def register() -> bool:
 
 
 def _by_environment(of_torch: Callable[..., Found], url: str, **options: Any) -> Found:
-    is_told = "MASTER_ADDR" in os.environ or not under_launcher()
-    return of_torch(url, **options) if is_told else _over_mpi(url, **options)
+    has_address = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    is_told = has_address and ("RANK" in os.environ or "rank=" in url)
+    if is_told or not under_launcher():
+        return of_torch(url, **options)
+    return _over_mpi(url, **options)
 
 
 def _over_mpi(_: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> Found:

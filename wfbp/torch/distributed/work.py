@@ -61,6 +61,7 @@ class GroupWork(TorchWork):
             future = self._future
         if future is None:
             return
+        future_waits.num_pending -= 1
         if future.watched:
             _callbacks.submit(future.settle)
         else:  # at once: whoever waits for it in C++ should not need another thread
@@ -104,7 +105,49 @@ class GroupWork(TorchWork):
                 self._future = _Future(self)
                 if self.reply.answered:
                     self._future.settle()
+                else:
+                    future_waits.note()
             return self._future
+
+
+class FutureWaits:
+    """Whether the thread that last asked for a future is blocked, as DDP is after backward.
+
+    It waits in C++, where it cannot drive communication: the communication thread must not nap
+    then. A thread is blocked if it uses no CPU time.
+    """
+
+    _LOOK_S = 2e-4
+
+    def __init__(self) -> None:
+        self.num_pending = 0
+        self._clock: int | None = None
+        self._looked_s = self._cpu_s = 0.0
+        self._blocked = False
+
+    def note(self) -> None:
+        """This thread has asked for the future of an operation under way."""
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+            self.num_pending += 1
+
+    def is_blocked(self) -> bool:
+        """For the communication thread."""
+        if not self.num_pending or self._clock is None:
+            return False
+        now = time.monotonic()
+        if now - self._looked_s > self._LOOK_S:
+            try:
+                cpu_s = time.clock_gettime(self._clock)
+            except OSError:  # it has ended
+                self._clock, self._blocked = None, False
+                return False
+            self._blocked = cpu_s == self._cpu_s
+            self._looked_s, self._cpu_s = now, cpu_s
+        return self._blocked
+
+
+future_waits = FutureWaits()
 
 
 class _Future(torch.futures.Future[Any]):

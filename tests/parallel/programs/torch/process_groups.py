@@ -562,3 +562,6 @@ def stress(rank: int, size: int, count: int) -> None:
     for finished, found, expected in pending:
         finished.wait()
         assert found.equal(expected)
+    for own, team in zip(groups, members, strict=True):
+        if rank in team:
+            dist.destroy_process_group(own)  # the next groups of these ranks use its communicators
