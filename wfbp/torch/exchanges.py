@@ -6,8 +6,10 @@ Every function is a collective among the ranks of a reducer.
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -17,6 +19,8 @@ import torch
 from wfbp.errors import DisagreementError
 from wfbp.runtime.reducer import Reducer
 from wfbp.torch import tensors
+
+log = logging.getLogger("wfbp")
 
 
 def sparse_sums(
@@ -84,6 +88,23 @@ def compare_hyperparameters(reducer: Reducer, optimizer: torch.optim.Optimizer) 
                     f"{other} on rank {rank}. Give every rank the same, or rank 0's by "
                     "broadcast_optimizer_state(optimizer, root_rank=0) before the first step"
                 )
+
+
+def compare_parameters(reducer: Reducer, params: Sequence[torch.Tensor], is_logger: bool) -> None:
+    """Warn if ranks begin with different parameters; a program may still make them equal."""
+    marks = [zlib.crc32(tensors.raw(tensors.on_host(p)).data) for p in params]
+    payloads = reducer.exchange(json.dumps(marks).encode(), "comparing parameters")
+    for rank, theirs in enumerate(map(json.loads, payloads)):
+        names = [s.name for s, a, b in zip(reducer.specs, marks, theirs, strict=True) if a != b]
+        if names and is_logger:
+            more = f" and {len(names) - 1} more tensors" * (len(names) > 1)
+            log.warning(
+                "%s: rank %d begins with other values of %s%s than rank 0, and averages of "
+                "gradients do not make them equal; call wfbp.broadcast_parameters("
+                "model.state_dict(), root_rank=0) before the first step",
+                *(reducer.who, rank, names[0], more),
+            )
+            return
 
 
 def _plain(value: Any) -> Any:

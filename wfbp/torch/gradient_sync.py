@@ -442,6 +442,7 @@ class OptimizerSync:
         if self._compared:
             return
         try:
+            exchanges.compare_parameters(self._reducer, self._params, self.runtime.rank == 0)
             exchanges.compare_hyperparameters(self._reducer, self.optimizer)
         except DisagreementError as error:
             if not self._lenient:

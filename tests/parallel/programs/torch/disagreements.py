@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from typing import Any
 
@@ -42,6 +43,31 @@ def wrap(named: Named, **options: Any) -> Any:
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.zeros(*shape, dtype=dtype))
+
+
+# Values of parameters.
+
+
+@check
+def parameters_that_were_not_broadcast() -> None:
+    """A warning, since a program may make them equal later; the first rank gives it."""
+    for differs in (False, True):
+        p = nn.Parameter(torch.full((3,), float(differs and odd())))
+        optimizer = wrap([("first", parameter(2)), ("p", p)])
+        warned: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, warned=warned: warned.append(record.getMessage())  # type: ignore[method-assign, misc]
+        logging.getLogger("wfbp").addHandler(handler)
+        try:
+            p.sum().backward()
+            optimizer.step()
+        finally:
+            logging.getLogger("wfbp").removeHandler(handler)
+        found = [text for text in warned if "begins with other values" in text]
+        assert len(found) == (differs and wfbp.rank() == 0), warned
+        for text in found:
+            assert f"{last()} begins with other values of p than rank 0" in text, text
+            assert "wfbp.broadcast_parameters(" in text, text
 
 
 # Tensors of an optimizer.
