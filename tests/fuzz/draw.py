@@ -249,7 +249,10 @@ class _Drawing:
             if closure:
                 passes = self._passes(1)
                 return replace(step, optimizers=(k,), closure=True, passes=passes)
-        step = replace(step, passes=self._passes(0 if self.likely(0.1) and not self.hooked else 1))
+        # Behind a step that a scaler left out, a step without it needs optimizer.zero_grad().
+        told = not self.scaled or self.zero in ("optimizer", "zeros", "end")
+        some = self.likely(0.1) and not self.hooked and told
+        step = replace(step, passes=self._passes(0 if some else 1))
         if count > 1 and self.likely(0.15) and self.zero != "model zeros":
             others = {o.model for o in self.optimizers} - models
             step = replace(step, others=tuple(others))
