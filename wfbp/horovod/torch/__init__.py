@@ -40,12 +40,14 @@ Adasum = Op.ADASUM
 
 
 def init(  # type: ignore[no-redef]
-    comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None
+    comm: Any = None,
+    process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None,
+    **options: Any,
 ) -> None:
     """:func:`wfbp.torch.init`; ``process_sets`` may be ``"dynamic"``, which is always so here."""
     if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
         process_sets = None
-    wfbp.torch.init(comm, process_sets)  # type: ignore[arg-type]
+    wfbp.torch.init(comm, process_sets, **options)  # type: ignore[arg-type]
 
 
 def join(device: int = -1) -> int:  # type: ignore[no-redef]
