@@ -188,18 +188,20 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The place of a tensor in a state whose tensors are sent by themselves."""
+    """The place of a tensor in a state whose tensors are sent by themselves.
 
-    shape: torch.Size
-    dtype: torch.dtype
+    It keeps its memory order: fused optimizers step parameter and state in the order of memory.
+    """
+
+    layout: tensors.Layout
     on_device: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Slot:
-        return cls(tensor.shape, tensor.dtype, tensor.device.type != "cpu")
+        return cls(tensors.Layout.of(tensor), tensor.device.type != "cpu")
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device if self.on_device else "cpu")
+        return self.layout.empty(device if self.on_device else torch.device("cpu"))
 
 
 def _restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
