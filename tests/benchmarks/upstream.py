@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(backend: str, ranks: int, only: Sequence[str]) -> dict[str, str]:
-    """What became of each test: passed, skipped, failed or hung, with the reason."""
+    """The outcome of each test: passed, skipped, failed or hung, with the reason."""
     results: dict[str, str] = {}
     environment = {
         **os.environ,
