@@ -67,10 +67,15 @@ class Run:
         program: what to run.
         rank: of the job, or None for the reference.
         refused: steps that the job was refused, for the reference to leave out.
+        shaken: change parameters in bfloat16 by their rounding error, by chance from this seed.
     """
 
     def __init__(
-        self, program: Program, rank: int | None, refused: Iterable[tuple[int, int]] = ()
+        self,
+        program: Program,
+        rank: int | None,
+        refused: Iterable[tuple[int, int]] = (),
+        shaken: int | None = None,
     ) -> None:
         self.program = program
         self.parallel = rank is not None
@@ -92,6 +97,8 @@ class Run:
         torch.manual_seed(program.seed + (self.rank if spread else 0))
         count = 1 + max(part.model for part in program.layers)
         self.models = [Network(program, m) for m in range(count)]
+        if shaken is not None:
+            _shake(self.models, shaken)
         self._hook_all(late=False)
         self.lists = [list(m.parameters()) for m in self.models]
         self.plain: list[torch.optim.Optimizer] = []
@@ -816,35 +823,68 @@ def _flat(state: Any, path: str = "") -> list[Any]:
     return [path, state]
 
 
+BY_TYPE = {"float64": 1e-7, "float32": 2e-3, "bfloat16": 0.15}
+"""Tolerances by element type."""
+
+
 def tolerance(program: Program) -> float:
     """Largest difference from the reference, relative to the largest entry of a tensor."""
     names = {program.dtype, *(part.dtype for part in program.layers if part.dtype)}
     if any(isinstance(a, Step) and a.forward == "autocast" for a in program.actions):
         names.add("bfloat16")
-    by_type = {"float64": 1e-7, "float32": 2e-3, "bfloat16": 0.15}
-    return max(*(by_type[n] for n in names), *(KINDS[o.kind].rough for o in program.optimizers))
+    return max(*(BY_TYPE[n] for n in names), *(KINDS[o.kind].rough for o in program.optimizers))
 
 
 def difference(run: Run, reference: Run) -> str:
     """How a rank's observations differ from the reference's; empty where they do not."""
+    return _first_difference(run, reference)[1]
+
+
+def rounding_decides(run: Run, reference: Run) -> bool:
+    """Whether rounding errors of bfloat16 make one process differ as much from itself, as early."""
+    program = reference.program
+    if tolerance(program) < BY_TYPE["bfloat16"]:
+        return False
+    place, _ = _first_difference(run, reference)
+    for seed in range(3):
+        shaken = Run(program, None, reference.refused, shaken=seed)
+        shaken.run()
+        if _first_difference(shaken, reference)[0] <= place:
+            return True
+    return False
+
+
+def _shake(models: Iterable[nn.Module], seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in (p for model in models for p in model.parameters()):
+            if param.dtype is torch.bfloat16:
+                up = torch.randint(0, 2, param.shape, generator=chance) * 2 - 1
+                param.mul_(1 + up * torch.finfo(param.dtype).eps)
+
+
+def _first_difference(run: Run, reference: Run) -> tuple[int, str]:
+    """The number of the first observation that differs (of all, if none), and how."""
     limit = tolerance(run.program)
     labels = [label for label, _ in run.seen], [label for label, _ in reference.seen]
     if labels[0] != labels[1]:
-        return f"observed {labels[0]}, in one process {labels[1]}"
-    for (label, found), (_, expected) in zip(run.seen, reference.seen, strict=True):
+        return 0, f"observed {labels[0]}, in one process {labels[1]}"
+    pairs = enumerate(zip(run.seen, reference.seen, strict=True))
+    for number, ((label, found), (_, expected)) in pairs:
         if len(found) != len(expected):
             more, less = set(_names(found)), set(_names(expected))
             return (
+                number,
                 f"{label}: {sorted(more - less)} which one process lacks; "
-                f"{sorted(less - more)} which only one process has"
+                f"{sorted(less - more)} which only one process has",
             )
         path = ""
         for n, (a, b) in enumerate(zip(found, expected, strict=True)):
             problem = _differs(a, b, limit)
             if problem:
-                return f"{label}{path or f' [{n}]'}: {problem}"
+                return number, f"{label}{path or f' [{n}]'}: {problem}"
             path = a if isinstance(a, str) else ""
-    return ""
+    return len(run.seen), ""
 
 
 def _names(values: list[Any]) -> list[str]:
