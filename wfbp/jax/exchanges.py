@@ -146,7 +146,7 @@ class GradientExchange:
             slots = reducer.synchronize(targets=outputs)
             if reducer.num_installed != self._num_installed:
                 self._num_installed = reducer.num_installed
-                self._expect(early_groups(reducer.plan, reducer.specs))
+                self._expect(early_groups(reducer.tuner.plan, reducer.specs))
             rest = [
                 (to, slot.address, spec.nbytes)
                 for to, slot, spec in zip(outputs, slots, self._specs, strict=True)

@@ -95,7 +95,8 @@ class Runtime:
         self._lanes: dict[int, LaneProtocol] = {}  # those in use, by the number of their backends
         # Those that cannot be freed at the end: numbers of their process sets and backends.
         self._unfinished: set[tuple[int, int]] = set()
-        self._users: WeakSet[Releasable] = WeakSet()
+        self.users: WeakSet[Releasable] = WeakSet() if within is None else within.users
+        """What is to release its buffers at :meth:`shutdown`."""
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
         self.timeline: TraceWriter | None = None
@@ -120,8 +121,6 @@ class Runtime:
             config, self.where, self._check_measurement, self._loop.advance_lanes
         )
         self.channel = self.channel_on(backend)
-        self.call = self.channel.call
-        self.exchange = self.channel.exchange
         # For lanes made later in a program, when ranks' exchanges may differ in order.
         self.planning_channel = self.channel
         if within is None:
@@ -188,7 +187,7 @@ class Runtime:
         """Combine a buffer over all ranks, in place; it may be anywhere in memory."""
         # Backends send fusion buffers differently, and other ranks may pass other memory.
         foreign = buffer.copy() if self._backend.copies_segments(buffer) else buffer
-        self.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
+        self.channel.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
         if foreign is not buffer:
             buffer[:] = foreign
 
@@ -263,10 +262,6 @@ class Runtime:
         """From now on any thread may begin a collective, so this rank is never judged."""
         self._loop.watch.other_threads = True
 
-    def add_user(self, user: Releasable) -> None:
-        """Have ``user`` release its buffers at :meth:`shutdown`; held by a weak reference."""
-        (self._within or self)._users.add(user)
-
     def add_lane(self, lane: LaneProtocol) -> None:
         """Serve a lane from now on."""
         self._lanes[self._number_of(lane.backend)] = lane
@@ -286,14 +281,16 @@ class Runtime:
         assert self._within is not None
         self.check()
         label = "closing a process set"
-        self.call(lambda _: Finished(None), label)  # lanes that were removed before are idle now
+        self.channel.call(
+            lambda _: Finished(None), label
+        )  # lanes that were removed before are idle now
         idle = json.dumps(sorted(self._idle)).encode()  # the others have steps that never end
         payloads = self.channel.exchange(idle, label)
         common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
-        self.call(partial(_finished, partial(self.devices.close, common)), label)
+        self.channel.call(partial(_finished, partial(self.devices.close, common)), label)
         for number in sorted(common):
             for backend in self._leased[number]:
-                self.call(partial(_finished, backend.close), label)
+                self.channel.call(partial(_finished, backend.close), label)
         self.thread.call(lambda: _finished(self._backend.close), label, members=self.members)
         self._within._inner.remove(self)
         self._closed = True
@@ -313,7 +310,7 @@ class Runtime:
             )
         self.thread.post(self._give_back if self.thread.error is None else self._give_up)
         if self.thread.stop(timeout_s=self.config.abort_grace_s):
-            for user in self._users:
+            for user in self.users:
                 user.release()
             self._backend.release()
         self._loop.error = self._loop.error or NotInitializedError("an operation after shutdown()")

@@ -199,7 +199,7 @@ class OptimizerSync:
         specs = [tensors.spec(n, p) for n, p in named]
         sharded = sharded and gives_every_rank_a_shard(specs, runtime.size)
         options = replace(options, sharded_update=sharded)
-        self._reducer = reducer = Reducer(
+        self.reducer = reducer = Reducer(
             runtime,
             specs,
             options,
@@ -251,12 +251,11 @@ class OptimizerSync:
                 self._hook(index)
         weakref.finalize(self, _remove, self._hooks, reducer, self._forward)
         self._key = registry.add(self)
-        self.report = reducer.report
 
     @property
     def open(self) -> bool:
         """Whether gradients have appeared that no step has taken."""
-        return self._reducer.open or bool(self._sparse or self._unsent)
+        return self.reducer.open or bool(self._sparse or self._unsent)
 
     @property
     def exchanges(self) -> bool:
@@ -273,7 +272,7 @@ class OptimizerSync:
     def _hook(self, index: int) -> None:
         """Announce the parameter's gradient from now on, whenever backward has accumulated it."""
         param = self._params[index]
-        mark_ready = self._reducer.mark_ready
+        mark_ready = self.reducer.mark_ready
         dtype = param.dtype
         count = param.numel() if param.is_contiguous() else -1
         if count == 1 or param.is_complex():
@@ -310,7 +309,7 @@ class OptimizerSync:
     def _announce(self, index: int, grad: torch.Tensor) -> None:
         """Announce a gradient that cannot be sent as it is."""
         if not self._keep_sparse(index):
-            self._reducer.mark_ready(index, *self._source(index, grad))
+            self.reducer.mark_ready(index, *self._source(index, grad))
         self._guard.watch(index, grad)
 
     def source(self, index: int) -> GradientRef | None:
@@ -337,7 +336,7 @@ class OptimizerSync:
         self._sparse.pop(index, None)
         if grad is None or not grad.is_sparse or self._sparse_as_dense:
             return False
-        if self._reducer.may_decouple:
+        if self.reducer.may_decouple:
             raise ValueError(
                 f"{self._name}: the gradient of {self._names[index]} is sparse, and the schedule "
                 "may leave ranks shards of it; make its layer with sparse=False, or pass "
@@ -353,7 +352,7 @@ class OptimizerSync:
         The optimizer needs whole gradients if ``whole`` (equal on every rank), this rank's program
         if ``wanted``. Returns where gradients lie; of a shard, ``p.grad`` is left as it is.
         """
-        reducer = self._reducer
+        reducer = self.reducer
         if self._successor:
             raise RuntimeError(
                 f"{self._name}: another DistributedOptimizer was made of {self._successor}; use "
@@ -423,7 +422,7 @@ class OptimizerSync:
 
         Where other ranks have a dense gradient, the result is dense.
         """
-        totals = exchanges.sparse_sums(self._reducer, self._params, sparse, self._op is Op.AVERAGE)
+        totals = exchanges.sparse_sums(self.reducer, self._params, sparse, self._op is Op.AVERAGE)
         for index, total in totals.items():
             param = self._params[index]
             if reduced[index] is None or param.grad is None:
@@ -442,8 +441,8 @@ class OptimizerSync:
         if self._compared:
             return
         try:
-            exchanges.compare_parameters(self._reducer, self._params, self.runtime.rank == 0)
-            exchanges.compare_hyperparameters(self._reducer, self.optimizer)
+            exchanges.compare_parameters(self.reducer, self._params, self.runtime.rank == 0)
+            exchanges.compare_hyperparameters(self.reducer, self.optimizer)
         except DisagreementError as error:
             if not self._lenient:
                 raise
@@ -457,7 +456,7 @@ class OptimizerSync:
 
         ``wanted``: the program is about to look at all of them.
         """
-        if self._reducer.decoupled:
+        if self.reducer.decoupled:
             self.update.pending.wait_all()
         reduced = self._close(whole=False, wanted=wanted)
         shards = any(slot is not None and not slot.whole for slot in reduced)
@@ -471,16 +470,16 @@ class OptimizerSync:
         """
         self.update.flush()
         if self.held is None:
-            self._reducer.place = place
+            self.reducer.place = place
             try:
                 whole = self._close(whole=True)
             finally:
-                self._reducer.place = 0
+                self.reducer.place = 0
         else:
             self.check_no_new_gradients()
             self._check_clipped()
-            whole = self._reducer.gather_gradients(self.held)
-            self._reducer.flush()
+            whole = self.reducer.gather_gradients(self.held)
+            self.reducer.flush()
             if self._shard_factor is not None:
                 for slot, held, param in zip(whole, self.held, self._params, strict=True):
                     if slot is not None and held is not None and not held.whole:
@@ -488,7 +487,7 @@ class OptimizerSync:
             self._take(whole)
             self._shard_factor = None
             self.held = None
-        return any(slot is not None for slot in whole) or bool(self._reducer.sparse_anywhere)
+        return any(slot is not None for slot in whole) or bool(self.reducer.sparse_anywhere)
 
     def check_no_new_gradients(self) -> None:
         """Raise ``RuntimeError`` if gradients have appeared since they were reduced."""
@@ -507,13 +506,13 @@ class OptimizerSync:
         update, reduced, factor = self.update, self.held, self._shard_factor
         self.held = self._shard_factor = None
         try:
-            if self._alone or not (self._reducer.decoupled or update.sharding is not None):
+            if self._alone or not (self.reducer.decoupled or update.sharding is not None):
                 return self._step_whole()
             return update.apply(reduced, factor)
         finally:
-            if self._reducer.decoupled and self._reducer.profiling:
+            if self.reducer.decoupled and self.reducer.profiling:
                 update.flush()  # nothing travels where compute is measured
-            elif self._reducer.decoupled:
+            elif self.reducer.decoupled:
                 update.pending.wait_for_shared()
 
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
@@ -530,7 +529,7 @@ class OptimizerSync:
             elif param.grad is not None and (self.held is None or slot is not None):
                 whole.append(param.grad._values() if param.grad.is_sparse else param.grad)
         norm, self._shard_factor = clip(
-            self.runtime, self._reducer.exchange, limit, shards, whole, self._alone, factor
+            self.runtime, self.reducer.exchange, limit, shards, whole, self._alone, factor
         )
         if self.held is not None:
             # The optimizer uses the shards: that the program changes p.grad would be in vain.
@@ -565,11 +564,11 @@ class OptimizerSync:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within it gradients are those of a closure, after which ranks combine their losses."""
-        self._reducer.evaluates = True
+        self.reducer.evaluates = True
         try:
             yield
         finally:
-            self._reducer.evaluates = False
+            self.reducer.evaluates = False
 
     def combined_loss(self, loss: Any) -> Any:
         """The loss of all ranks that have one, combined as their gradients are; a collective.
@@ -577,7 +576,7 @@ class OptimizerSync:
         A line search must see the loss of the averaged gradients, the same on every rank. Anything
         but a real number or a tensor of one is returned unchanged.
         """
-        return exchanges.combined_loss(self._reducer, loss, self._op is Op.AVERAGE)
+        return exchanges.combined_loss(self.reducer, loss, self._op is Op.AVERAGE)
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
@@ -587,7 +586,7 @@ class OptimizerSync:
         self._sparse.clear()
         self._unsent.clear()
         if not self._successor:
-            self._reducer.discard()
+            self.reducer.discard()
 
     # State.
 
@@ -629,7 +628,7 @@ class OptimizerSync:
     def _note_joined(self) -> None:
         """If ranks have joined, the others step whole parameters, with whole state, by themselves;
         collective."""
-        joined = self._reducer.joined_ranks
+        joined = self.reducer.joined_ranks
         self._alone = bool(joined)
         if joined:
             self.last_active = next(r for r in range(self.runtime.size) if r not in joined)
@@ -640,7 +639,7 @@ class OptimizerSync:
         self.discard()
         for param in self._params:
             param.grad = None
-        reducer = self._reducer
+        reducer = self.reducer
         reducer.joined = True
         try:
             while True:
@@ -672,7 +671,7 @@ class OptimizerSync:
         self.update.flush()
         self.update.pending.release()
         self._successor = shared
-        _remove(self._hooks, self._reducer, self._forward)
+        _remove(self._hooks, self.reducer, self._forward)
 
     def leave_buffers(self) -> None:
         """Let ``p.grad`` be memory of its own: the reducer's goes at ``shutdown()``."""
@@ -685,7 +684,7 @@ class OptimizerSync:
         """Let the parameters go, because the runtime ends; they are up to date."""
         self.update.pending.release()
         self.leave_buffers()
-        _remove(self._hooks, self._reducer, self._forward)
+        _remove(self._hooks, self.reducer, self._forward)
         registry.remove(self._key)
 
 

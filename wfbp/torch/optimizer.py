@@ -581,7 +581,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
               ``lower_bound_s``, which no plan can beat.
             * ``ratio_to_lower_bound``: T/LB; ``kappa``: interference of communication with compute.
         """
-        return self._wfbp_sync.report() if self._wfbp_sync is not None else {}
+        return self._wfbp_sync.reducer.report() if self._wfbp_sync is not None else {}
 
     @property
     @uncompiled

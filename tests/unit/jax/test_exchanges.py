@@ -113,7 +113,7 @@ def test_what_may_leave_early_is_told_with_every_plan() -> None:
         announce(exchange, 0, 1, 2)
         exchange.reduce([1000, 1001, 1002], OUTPUTS)
         assert engine.expected == [[0, -1, 0]] * told
-    engine.plan = Plan("test", SPECS, engine.plan.groups, overlap=False)
+    engine.tuner.plan = Plan("test", SPECS, engine.tuner.plan.groups, overlap=False)
     engine.num_installed = 3
     announce(exchange, 0, 1, 2)
     exchange.reduce([1000, 1001, 1002], OUTPUTS)

@@ -67,7 +67,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
             kind = type(original)
             settings = {"the optimizer's class": f"{kind.__module__}.{kind.__qualname__}"}
             specs = consistency.encode_specs([tensors.spec(n, p) for n, p in named], settings)
-            specs_of_ranks = runtime.exchange(specs, f"{_TITLE}: comparing tensors")
+            specs_of_ranks = runtime.channel.exchange(specs, f"{_TITLE}: comparing tensors")
             consistency.check_specs(f"{runtime.where}: {kind.__name__}", specs_of_ranks)
             joining.add_follower(self)
         previous = getattr(wrapped_of(original), "_wfbp_sync", None)
@@ -145,7 +145,9 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
                 return
         except ValueError:  # the process set was removed
             return
-        counts = runtime.exchange(str(self._wfbp_num_steps).encode(), "join(): steps by Adasum")
+        counts = runtime.channel.exchange(
+            str(self._wfbp_num_steps).encode(), "join(): steps by Adasum"
+        )
         steps = [int(count) for count in counts]
         if len(set(steps)) > 1:
             state.share(runtime, self, self._wfbp_named(), steps.index(max(steps)))

@@ -162,14 +162,14 @@ def changing_gradients_behind_clipping() -> None:
         reference.load_state_dict(model.state_dict())
         optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
         plain = adamw(reference.parameters())
-        refused, engine = 0, optimizer._wfbp_sync._reducer
+        refused, engine = 0, optimizer._wfbp_sync.reducer
         for step in range(8):
-            plan, decoupled = engine.plan, engine.decoupled
+            plan, decoupled = engine.tuner.plan, engine.decoupled
             optimizer.zero_grad()
             square(model, wfbp.rank(), step)
             optimizer.clip_grad_norm_(1e-3)
             held = optimizer._wfbp_sync.held is not None
-            if engine.plan is plan:  # else gradients may be made whole for the next one
+            if engine.tuner.plan is plan:  # else gradients may be made whole for the next one
                 assert held == decoupled, f"{what}, step {step}, {plan.summary}"
             for p in model.parameters():
                 change(p)
