@@ -13,7 +13,6 @@ from typing import Any
 
 from wfbp.comm.memory import Stamp
 from wfbp.core.cost import Costs
-from wfbp.core.plan import Plan
 from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.runtime import consistency
