@@ -210,7 +210,7 @@ class OptimizerSync:
                     f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))
                 ],
             },
-            device=tensors.device_of(name, named),
+            place=tensors.place_of(name, named),
             fetch=_fetcher(weakref.ref(self)),
         )
         # From here on nothing fails, so earlier owners of these parameters may let them go.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ class RecordingEngine:
         self.during_step: Any = lambda: None
         self.num_installed = 1
         self.specs = SPECS
-        self.plan = Plan("test", SPECS, (Group((2, 0)), Group((1,))))
+        self.tuner = Mock(plan=Plan("test", SPECS, (Group((2, 0)), Group((1,)))))
         self.expected: list[Sequence[int]] = []
 
     def mark_ready(

@@ -543,7 +543,7 @@ def test_staging_is_said_once_per_host(caplog: pytest.LogCaptureFixture) -> None
     def body(runtime: Runtime) -> str:
         for _ in range(2):
             DeviceTrainer(runtime, devices.of[runtime.rank], make_specs([3]))
-        return type(runtime.devices.backends[0, id(devices.of[runtime.rank])]).__name__
+        return type(runtime.attached[0].backends[0, id(devices.of[runtime.rank])]).__name__
 
     with caplog.at_level("WARNING", logger="wfbp"):
         assert all_well(run_ranks(2, body)) == ["StagedBackend"] * 2

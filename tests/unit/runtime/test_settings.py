@@ -160,7 +160,7 @@ def test_a_measurement_hears_of_a_rank_that_failed() -> None:
 def test_a_measurement_hears_of_a_rank_that_left() -> None:
     results = run_ranks(2, only_rank_0_measures, replace(QUICK, timeout_s=300.0))
     assert isinstance(results[0], PeerError)
-    assert "measuring the network's all_reduce" in str(results[0])
+    assert "measuring the network's" in str(results[0])
 
 
 def test_a_measurement_does_not_wait_for_ever() -> None:
