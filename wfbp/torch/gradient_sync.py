@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -178,7 +177,7 @@ class OptimizerSync:
         sharded: bool,  # whether ranks update shards of what is decoupled
         local: list[None],  # not empty while backward passes accumulate without being sent
         sparse_as_dense: bool,
-        lenient: bool,  # whether hyperparameters that differ between ranks are a warning
+        on_difference: Callable[[DisagreementError], None],  # of hyperparameters between ranks
         previous: OptimizerSync | None,  # of the same optimizer, on every rank
     ) -> None:
         self.runtime = runtime
@@ -193,7 +192,7 @@ class OptimizerSync:
         self._names = [n for n, _ in named]
         self._params = params = [p for _, p in named]
         self._sparse_as_dense = sparse_as_dense
-        self._lenient = lenient
+        self._on_difference = on_difference
         kind = type(optimizer)
         self._only_sparse = issubclass(kind, torch.optim.SparseAdam)
         specs = [tensors.spec(n, p) for n, p in named]
@@ -444,9 +443,7 @@ class OptimizerSync:
             exchanges.compare_parameters(self.reducer, self._params, self.runtime.rank == 0)
             exchanges.compare_hyperparameters(self.reducer, self.optimizer)
         except DisagreementError as error:
-            if not self._lenient:
-                raise
-            warnings.warn(str(error), stacklevel=2)
+            self._on_difference(error)
         self._compared = True
 
     # Steps.
