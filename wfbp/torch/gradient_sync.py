@@ -440,8 +440,8 @@ class OptimizerSync:
         if self._compared:
             return
         try:
-            exchanges.compare_parameters(self.reducer, self._params, self.runtime.rank == 0)
-            exchanges.compare_hyperparameters(self.reducer, self.optimizer)
+            is_logger = self.runtime.rank == 0
+            exchanges.compare_beginnings(self.reducer, self.optimizer, self._params, is_logger)
         except DisagreementError as error:
             self._on_difference(error)
         self._compared = True
