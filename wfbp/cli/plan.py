@@ -148,7 +148,7 @@ def _print_all(
 
 
 def _about_bound(bound_s: float, run: Run | None) -> list[str]:
-    """What the lower bound is, and what a recorded run measured."""
+    """Lines about the lower bound and the times of a recorded run."""
     bound = f"no schedule can be under {milliseconds(bound_s)} ms (LB)"
     if run is None:
         return [bound]

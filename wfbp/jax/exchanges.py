@@ -56,7 +56,7 @@ class ExchangeDescription:
 
     @cached_property
     def text(self) -> bytes:
-        """What :func:`consistency.check_specs` compares; the same in every process."""
+        """The text that :func:`consistency.check_specs` compares; the same in every process."""
         settings = {
             "name": self.title,
             "op": str(self.op),

@@ -570,7 +570,7 @@ class Reducer:
     def _post_gather(self, event: Gather) -> None:
         self._events.append(event)
         # This thread sends it, because the communication thread would first have to wait for the
-        # interpreter. That one then goes on with it.
+        # interpreter. The communication thread then continues it.
         self._thread.progress()
         self._thread.loop.wakeup.set()
 

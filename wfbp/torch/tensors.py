@@ -117,7 +117,7 @@ def shared(data: Any) -> torch.Tensor:
 
 
 class Layout(NamedTuple):
-    """How a tensor's elements lie in memory when they travel."""
+    """The order of a tensor's elements in memory while they are sent."""
 
     dtype: torch.dtype
     shape: torch.Size
