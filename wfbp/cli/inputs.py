@@ -92,7 +92,7 @@ def load(
         model = Trace.load(_file(trace, EXAMPLE_TRACES))
         if cost is None:
             raise click.UsageError(
-                "Missing option '--cost'. Only the directory of a run has costs of its own; give a "
+                "Missing option '--cost'. Only the directory of a run has its own costs; give a "
                 "file that wfbp probe wrote, or an example: --cost "
                 + ", ".join(sorted(path.stem for path in EXAMPLE_COSTS.glob("*.json")))
             )

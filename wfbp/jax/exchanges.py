@@ -178,7 +178,7 @@ def _remedy() -> str:
     """The end of a message that a gradient was announced twice."""
     remedy = (
         ". Let one depend on the other, call jax.block_until_ready on the first, or average each "
-        "by a function of its own, with another name="
+        "by a separate function, with another name="
     )
     if (devices := jax.local_device_count()) > 1:
         remedy += (

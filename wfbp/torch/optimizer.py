@@ -444,7 +444,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if has_gradients:
             raise RuntimeError(
                 f"{type(self).__name__}: step() within skip_synchronize() takes gradients as they "
-                "are, and nobody has averaged those of this step: call optimizer.synchronize() "
+                "are, and those of this step were not averaged: call optimizer.synchronize() "
                 "before it"
             )
         return False

@@ -172,7 +172,7 @@ def device_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Device | 
         examples = {str(t.device): n for n, t in named}
         shown = ", ".join(f"{n} on {place}" for place, n in sorted(examples.items()))
         raise ValueError(
-            f"{name}: all parameters of an optimizer must lie on one device; found {shown}"
+            f"{name}: all parameters of an optimizer must be on one device; found {shown}"
         )
     place = next(iter(places), torch.device("cpu"))
     if place.type == "cpu":

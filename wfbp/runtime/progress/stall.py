@@ -130,7 +130,7 @@ class StallWatch:
                 who = ", ".join(f"rank {r} {self.left[r]}" for r in left)
                 return PeerError(
                     f"{self._where} waits ({what}), but {who}. Every rank must make the same "
-                    "calls: let none end earlier, with fewer batches or steps than the others"
+                    "calls: none may end earlier, with fewer batches or steps than the others"
                 )
         since, what, _ = min(waits, key=lambda wait: wait[:2])
         waited_s = self._waited_s(since)
