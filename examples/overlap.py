@@ -166,7 +166,14 @@ def start(options: argparse.Namespace, over_link: bool) -> None:
     folder = str(options.output / FOLDER)
     settings = {"WFBP_RECORD": folder, "WFBP_REPLAN_THRESHOLD": "0"}
     settings["GLOO_SOCKET_IFNAME"] = "lo"  # of DDP in shared memory; link.py sets another
-    subprocess.run(words, env={**os.environ, **settings}, check=True)
+    with subprocess.Popen(words, env={**os.environ, **settings}) as job:
+        try:
+            code = job.wait()
+        except KeyboardInterrupt:  # the terminal interrupts link.py, too: let it remove its network
+            job.wait()
+            code = 130
+    if code:
+        sys.exit(code)
 
 
 def why_no_link() -> str:

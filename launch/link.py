@@ -335,7 +335,7 @@ def main() -> int:
         print(f"link.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
-        print(f"link.py: stopped by {stop or 'SIGINT'}", file=sys.stderr)
+        print(f"link.py: stopped by {str(stop) or 'SIGINT'}", file=sys.stderr)
         return 130
     return 0
 

@@ -30,15 +30,15 @@ class Config:
         profile_steps: steps whose compute times are measured, with communication delayed.
         trial_steps: steps measured per candidate plan in two rounds of ``auto``; the whole trial
             takes at most 30 times as many.
-        replan_threshold: lasting relative change of the iteration time after which ranks measure
-            and plan again; 0: never.
+        replan_threshold: after a lasting relative change of the iteration time by this much, ranks
+            measure and plan again; 0: never.
         probe_budget_s: seconds that measuring the network's cost curve may take.
         stall_warning_s: a wait this long is reported, with the ranks that lag.
         timeout_s: a wait this long raises ``StallError`` on every rank.
         abort_grace_s: how long a failed rank lets the others report before it ends the job.
         log_level: of the logger ``wfbp``.
         summary_steps: rank 0 logs each optimizer's report after this many steps; 0: never.
-        record: directory to which every rank records its run, for ``wfbp report`` and ``wfbp
+        record: directory where every rank records its run, for ``wfbp report`` and ``wfbp
             timeline``; empty: none.
         record_steps: first and last step of the timeline; as a variable ``100-120``.
         exchange_alone: whether a single rank's PyTorch optimizers exchange gradients with itself,

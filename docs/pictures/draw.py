@@ -65,7 +65,7 @@ def median_step(events: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def spans_of(events: list[dict[str, Any]], start: float, end: float) -> list[Span]:
-    """What rank 0 did from ``start`` to ``end``: computing and waiting, gradients, messages."""
+    """Spans of rank 0 from ``start`` to ``end``: computing and waiting, gradients, messages."""
     rows = {1: 0, 2: 1, 3: 2, 4: 3}
     spans: list[Span] = []
     for event in events:

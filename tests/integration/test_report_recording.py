@@ -123,7 +123,7 @@ def test_recording_never_ends_training(
     (line,) = told  # for all ranks, and all writes
     assert re.fullmatch(
         rf"rank [01]: the run could not be recorded in {tmp_path}/\S+ \(No space left on device\); "
-        r"training goes on \(shown once; other ranks may have this problem too\)",
+        r"training continues \(shown once; other ranks may have this problem too\)",
         line,
     )
     assert list(tmp_path.iterdir()) == []

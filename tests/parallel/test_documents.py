@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.parallel.runs import outcome
-from tests.support.snippets import snippets
+from tests.support.snippets import Diff, fenced, snippets
 
 pytest.importorskip("jax")
 pytest.importorskip("tensorboardX")
@@ -44,6 +47,32 @@ def test_the_loss_falls(name: str) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed(name))]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+
+
+README, GUIDE = Path("README.md"), Path("docs/how-to/move-from-ddp.md")
+
+
+def test_the_diff_from_ddp_is_five_lines() -> None:
+    """README shows the changed lines, the guide the whole program, which is README's."""
+    diff = Diff.of(GUIDE)
+    assert diff.after == fenced(README, "python")[0]
+    assert diff.changes == Diff.of(README).changes
+    removed = sum(line.startswith("-") for line in diff.changes)
+    assert (removed, len(diff.changes) - removed) == (4, 5)
+
+
+def test_ddp_trains_equally(tmp_path: Path) -> None:
+    """The guide's program for DDP, by torchrun, prints the losses of the one for wfbp."""
+    program = tmp_path / "train.py"
+    program.write_text(Diff.of(GUIDE).before)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ddp = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", str(program)], capture_output=True, text=True, timeout=90
+    )
+    assert ddp.returncode == 0, ddp.stderr
+    losses = [re.findall(r"loss ([\d.]+)", text) for text in (ddp.stdout, printed("README.md:1"))]
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
 
 
 def learns(name: str, mpi: str) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.parallel.runs import outcome
@@ -107,3 +111,36 @@ def test_the_demo_shows_ddp_and_wfbp_side_by_side(tmp_path: Path) -> None:
         assert abs(float(ours) - float(theirs)) < 0.02
     assert "waiting" in done.stdout
     assert done.stdout.count("█") > 50
+
+
+@launcher.needs_namespaces
+def test_the_demo_can_be_interrupted(tmp_path: Path) -> None:
+    """As by Ctrl-C in a terminal: its network is removed, and it ends without a traceback."""
+
+    def exists(network: str) -> bool:
+        listed = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True)
+        return f"{network}-a" in listed.stdout
+
+    demo = subprocess.Popen(
+        [sys.executable, EXAMPLES / "overlap.py", "--output", tmp_path],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        network = ""
+        while not exists(network or "wfbp none"):
+            assert demo.poll() is None
+            time.sleep(0.1)
+            children = psutil.Process(demo.pid).children()
+            network = f"wfbp{children[0].pid}" if children else ""
+        time.sleep(1)  # ranks start
+        os.killpg(demo.pid, signal.SIGINT)
+        _, errors = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+    assert not exists(network)
+    assert demo.returncode == 130
+    assert "link.py: stopped by SIGINT" in errors
+    assert 'overlap.py", line' not in errors

@@ -46,6 +46,22 @@ def snippets() -> list[Snippet]:
     return made
 
 
+class Diff(NamedTuple):
+    """A page's first block of ``diff``: two programs, and the changed lines."""
+
+    before: str
+    after: str
+    changes: list[str]
+
+    @classmethod
+    def of(cls, page: Path) -> Diff:
+        """Read it from the page."""
+        lines = fenced(page, "diff")[0].splitlines()
+        removed, added = ([line for line in lines if line[:1] != sign] for sign in "+-")
+        before, after = ("".join(f"{line[1:]}\n" for line in side) for side in (removed, added))
+        return cls(before, after, [line for line in lines if line[:1] in ("+", "-")])
+
+
 def commands() -> list[tuple[str, str]]:
     """Page and text of every command shown, in fenced blocks of ``console`` and indented ones.
 

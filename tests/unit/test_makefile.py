@@ -50,3 +50,16 @@ def test_bytecode_is_kept_where_the_environment_says_not_to() -> None:
     lines = done.stdout.splitlines()
     assert "OTHER=value" in lines
     assert not any(line.startswith("PYTHONDONTWRITEBYTECODE") for line in lines)
+
+
+def test_a_python_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["make", "demo", "PYTHON=python2.99", f"VENV={tmp_path}"],
+        cwd=ROOT,
+        env=environment_without_make(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "Expected Python >= 3.10 with venv; found none as python2.99" in done.stderr

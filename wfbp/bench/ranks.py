@@ -1,4 +1,4 @@
-"""What every rank of a comparison does; times all-reduces by wfbp and by the MPI library."""
+"""Runs on each rank of a comparison; times all-reduces by wfbp and by the MPI library."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def _start_ddp(device: str) -> None:
 
 
 def _local_address(address: str, port: int) -> str:
-    """The address of this host from which a server can be reached; empty if it cannot."""
+    """This host's address on the way to a server; empty if the server cannot be reached."""
     with suppress(OSError), socket.create_connection((address, port), CONNECT_S) as connection:
         return str(connection.getsockname()[0])
     return ""

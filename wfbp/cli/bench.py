@@ -19,7 +19,7 @@ rounds_option = click.option("--rounds", type=integers(1, 1000), default=20)
 
 @click.group("bench")
 def command() -> None:
-    """Compare wfbp with DDP and plain MPI. Start it as training: mpirun -np N wfbp bench ..."""
+    """Compare wfbp with DDP and plain MPI. Start it like training: mpirun -np N wfbp bench ..."""
 
 
 @command.command("training")

@@ -44,7 +44,7 @@ Findings = Iterator[tuple[str, str, str]]
 """Status, text, and the remedy, which is empty if there is nothing to do."""
 
 
-@click.command("doctor", short_help="Find what is wrong with this machine, and the fix.")
+@click.command("doctor", short_help="Check this machine, and suggest fixes.")
 @click.option(
     "--self-test/--no-self-test",
     default=True,

@@ -79,8 +79,8 @@ def load(
 ) -> tuple[Trace, Costs, int | None, Run | None]:
     """A trace, costs, how many ranks measured these, and the run, if they are of a recorded one.
 
-    ``trace`` and ``cost`` name files or examples, ``trace`` also the directory of a run, which has
-    costs of its own. ``factor`` is what costs may be scaled by later.
+    ``trace`` and ``cost`` name files or examples. ``trace`` may also name the directory of a run,
+    which has its own costs. Costs may later be scaled by ``factor``.
     """
     run: Run | None = None
     if Path(trace).is_dir():
@@ -92,7 +92,7 @@ def load(
         model = Trace.load(_file(trace, EXAMPLE_TRACES))
         if cost is None:
             raise click.UsageError(
-                "Missing option '--cost'. Only the directory of a run has costs of its own; give a "
+                "Missing option '--cost'. Only the directory of a run has its own costs; give a "
                 "file that wfbp probe wrote, or an example: --cost "
                 + ", ".join(sorted(path.stem for path in EXAMPLE_COSTS.glob("*.json")))
             )
@@ -117,7 +117,7 @@ def _file(name: str, examples: Path) -> Path:
 
 
 def _costs_and_ranks(document: Any) -> tuple[Costs, int | None]:
-    """The costs of a document, and the number of ranks that measured them, if it says so."""
+    """The costs of a document, and the number of ranks that measured them, if it has that."""
     costs = Costs.from_json(document)
     num_ranks = document.get("num_ranks")
     if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):

@@ -47,7 +47,7 @@ def command(
 ) -> None:
     """Plan the messages of one training step and predict the iteration.
 
-    TRACE has the model's tensors and compute times: a file (wfbp-trace/1), an example (wfbp traces
+    TRACE holds a model's tensors and compute times: a file (wfbp-trace/1), an example (wfbp traces
     lists them), or the directory of a recorded run (WFBP_RECORD), which also has costs. Times
     of groups count from the start of backward; T/LB is the iteration over the lower bound of all
     schedules.
@@ -148,7 +148,7 @@ def _print_all(
 
 
 def _about_bound(bound_s: float, run: Run | None) -> list[str]:
-    """What the lower bound is, and what a recorded run measured."""
+    """Lines about the lower bound and the times of a recorded run."""
     bound = f"no schedule can be under {milliseconds(bound_s)} ms (LB)"
     if run is None:
         return [bound]

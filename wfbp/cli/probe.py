@@ -60,7 +60,7 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
 def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_json: bool) -> None:
     """Measure all-reduce, reduce-scatter and all-gather among the ranks of this job.
 
-    Start it as training is started: mpirun -np N wfbp probe. It times the backend that trains, from
+    Start it like training: mpirun -np N wfbp probe. It times the backend that training uses, from
     4 bytes on, and writes the measured curves for wfbp plan and wfbp simulate. Interference with
     computation (kappa) is not measured and is written as 0.
     """

@@ -93,7 +93,7 @@ def verdict(run: Run, forecasts: Sequence[IterationForecast]) -> str:
     first = run.ranks[0]
     measured_s, exposed_s = run.slowest("measured_iteration_s"), run.slowest("exposed_s")
     if measured_s is None:
-        return f"Nothing to judge yet: {first.steps} steps, in the phase {first.phase}."
+        return f"Too early to judge: {first.steps} steps, in the phase {first.phase}."
     if late := _late_rank(run):
         rank, for_rank, seconds = late
         return f"Rank {rank} waits {_short(seconds)} of every iteration for rank {for_rank}."

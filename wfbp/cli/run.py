@@ -43,7 +43,7 @@ CHECK_S = 10
     "-np",
     "--num-ranks",
     type=integers(1),
-    help="Number of ranks; by default all slots of the allocation or of the hosts named.",
+    help="Number of ranks; by default all slots of the allocation or of the given hosts.",
 )
 @click.option("-H", "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
 @click.option(
@@ -65,7 +65,7 @@ CHECK_S = 10
     "variables",
     metavar="NAME[=VALUE]",
     multiple=True,
-    help="Set or forward a variable; those of wfbp, Python, CUDA, NCCL, ... are forwarded anyway.",
+    help="Set or forward a variable; those of wfbp, Python, CUDA, NCCL and UCX always are.",
 )
 @click.option(
     "--launcher",
@@ -82,26 +82,29 @@ CHECK_S = 10
     metavar="PROGRAM",
     help="Program that reaches other hosts; by default ssh.",
 )
-@click.option("--check/--no-check", default=True, help="First check that every host answers.")
+@click.option("--check/--no-check", default=True, help="Check first that every host answers.")
 @click.option(
     "--wait",
     "wait_s",
     type=FiniteRange(0.0),
     default=0.0,
     metavar="SECONDS",
-    help="Wait so many seconds for hosts that are still starting.",
+    help="Seconds to wait for hosts that are still starting.",
 )
-@click.option("--mpi-option", "options", multiple=True, metavar="TEXT", help="Passed on to mpirun.")
+@click.option(
+    "--mpi-option", "options", multiple=True, metavar="TEXT", help="Option for mpirun itself."
+)
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module: python -m PROGRAM.")
 @click.option("--dry-run", is_flag=True, help="Print the command without running it.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(program: tuple[str, ...], **options: Any) -> None:
     """Start PROGRAM on several ranks: wfbprun -n 4 python train.py
 
-    Finds the mpirun of this Python's MPI library. Passes it the hosts (-H, a hostfile, or the
-    allocation of Slurm, PBS, LSF or Grid Engine) and the environment, and allows root and more
-    ranks than cores. This Python runs a file that ends in .py, or the module of -m. The process
-    becomes mpirun: signals reach the job, and its exit status is the job's.
+    wfbprun and wfbp run are the same command. It finds the mpirun of this Python's MPI library, and
+    passes it the hosts (-H, a hostfile, or the allocation of Slurm, PBS, LSF or Grid Engine) and
+    the environment. Root and more ranks than cores are allowed. This Python runs a file that ends
+    in .py, or the module of -m. The process becomes mpirun: signals reach the job, and its exit
+    status is the job's.
     """
     given = SimpleNamespace(**options)
     environment = dict(os.environ)

@@ -80,7 +80,7 @@ def _count(text: str) -> int:
 @click.option(
     "--measured-on",
     type=integers(2, MOST_WORKERS),
-    help="Number of workers among which COST was measured  [default: those of the run or the "
+    help="Number of workers that COST was measured on  [default: those of the run or the "
     "example; else 2].",
 )
 @click.option("--per-link", is_flag=True, help="COST is the cost of one hop over one link.")

@@ -1,7 +1,7 @@
 """The interface between the runtime and the transports that move bytes between ranks.
 
 Threads: one thread at a time (the communication thread) uses a backend and its duplicates. Every
-rank starts the same collectives in the same order on the same backend; each returns a :class:`Work`
+rank starts the same collectives in the same order on the same backend. Each returns a :class:`Work`
 at once. :meth:`Work.test` makes progress for everything under way on the backend and its
 duplicates, so ranks may wait for their works in different orders. A buffer belongs to its work
 until ``test()`` returned True. ``tests/contract`` specifies what every implementation must do.

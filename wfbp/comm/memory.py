@@ -2,8 +2,8 @@
 
 On the host (:class:`Memory`) a call has finished when it returns, so nothing needs ordering. On a
 device (``comm.device.memory``) threads enqueue work and events order it between streams.
-A *stamp* is a moment in the training thread's or lane's work: seconds of ``time.perf_counter`` on
-the host, a timed event on a device (converted to seconds later); 0 means "did not happen".
+A *stamp* is a moment in the training thread's or lane's work. On the host it is seconds of
+``time.perf_counter``, on a device a timed event (seconds later). 0 means "did not happen".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures the cost of a collective on the current backend, by size.
 
 Plans use measured points, because fits are wrong by up to 9 times at small sizes. Small messages
-are measured as the runtime sends them, in a stream, two at a time: a single message would include
+are measured as the runtime sends them, in a stream, two at a time. A single message would include
 latency that the next one hides, and on some links a burst that the next one pays for.
 """
 

@@ -57,7 +57,7 @@ class LinearCost:
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def compressed(self, part: float) -> LinearCost:
-        """The cost of messages of which this part of the bytes travels."""
+        """The cost if only this part of a message's bytes is sent."""
         return LinearCost(self.alpha_s, self.beta_s_per_byte * part)
 
     def scaled(self, factor: float) -> LinearCost:
@@ -146,7 +146,7 @@ class PiecewiseCost:
         return result
 
     def compressed(self, part: float) -> PiecewiseCost:
-        """The cost of messages of which this part of the bytes travels."""
+        """The cost if only this part of a message's bytes is sent."""
         return PiecewiseCost(tuple((size / part, seconds) for size, seconds in self.points))
 
     def scaled(self, factor: float) -> PiecewiseCost:

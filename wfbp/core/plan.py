@@ -110,7 +110,7 @@ class Plan:
         return sum(group.phase is Phase.BACKWARD for group in self.groups)
 
     def dtype(self, group: int) -> str:
-        """Element type in which a group's tensors are sent."""
+        """Element type of a group's messages."""
         return self.tensors[self.groups[group].tensors[0]].real_dtype
 
     def offsets(self, group: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 def real_dtype(dtype: str) -> str:
-    """The element type in which elements of ``dtype`` are sent: n complex numbers are 2n reals."""
+    """The element type that elements of ``dtype`` are sent as: n complex numbers are 2n reals."""
     return _PARTS.get(dtype, dtype)
 
 

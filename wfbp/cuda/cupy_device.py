@@ -373,7 +373,7 @@ def check_local_rank(
         return
     raise RuntimeError(
         f"{where}: {local_size} ranks on this host, but {count} GPUs. Start {count or 'no'} ranks "
-        f"per host on GPUs; or, where the launcher shows each rank a GPU of its own or some are to "
+        f"per host on GPUs; or, if the launcher shows each rank its own GPU or some ranks are to "
         f"share one, {otherwise} with a number below (for sharing also set "
         "NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30), or accept that gradients travel through the "
         "host); or train on the CPU"

@@ -31,7 +31,7 @@ __version__ = "0.28.1"
 
 _SEARCH_PATH = str(Path(__file__).parent / "search_path")
 _modules: dict[str, ModuleType] = {}
-"""Those that stand in for Horovod's, by name."""
+"""Replacements of Horovod's modules, by name."""
 
 
 def stand_in() -> None:

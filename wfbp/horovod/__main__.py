@@ -13,7 +13,7 @@ from wfbp.horovod import stand_in
 USAGE = """usage: mpirun -np N python -m wfbp.horovod SCRIPT [ARGS]
        mpirun -np N python -m wfbp.horovod -m MODULE [ARGS]
 
-Runs a program that imports horovod.torch; wfbp.torch stands in for it."""
+Runs a program that imports horovod.torch; wfbp.torch replaces it."""
 
 
 def main() -> None:

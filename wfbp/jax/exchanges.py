@@ -55,7 +55,7 @@ class ExchangeDescription:
 
     @cached_property
     def text(self) -> bytes:
-        """What :func:`consistency.check_specs` compares; the same in every process."""
+        """The text that :func:`consistency.check_specs` compares; the same in every process."""
         settings = {
             "name": self.title,
             "op": str(self.op),
@@ -177,7 +177,7 @@ def _remedy() -> str:
     """The end of a message that a gradient was announced twice."""
     remedy = (
         ". Let one depend on the other, call jax.block_until_ready on the first, or average each "
-        "by a function of its own, with another name="
+        "by a separate function, with another name="
     )
     if (devices := jax.local_device_count()) > 1:
         remedy += (

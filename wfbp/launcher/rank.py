@@ -88,8 +88,8 @@ def _redirect(directory: Path, rank: int | None) -> None:
             file = os.open(directory / f"rank-{rank}.{ending}", flags, 0o666)
         except OSError as error:
             raise ValueError(
-                f"--output {directory} cannot be written to: {error.strerror}; name a directory in "
-                "which every rank can write"
+                f"--output {directory} cannot be written to: {error.strerror}; name a directory "
+                "where every rank can write"
             ) from None
         os.dup2(file, descriptor)
         os.close(file)

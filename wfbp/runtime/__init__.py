@@ -9,5 +9,5 @@ of imports in the package:
 * ``wfbp.torch`` (``pending``) waits for parameters before a fork, and registers its parameter class
   with ``torch.utils._pytree``; (``registry``) completes parameters in ``shutdown()``.
 * ``wfbp.horovod.search_path`` is put on ``sys.path`` by ``python -m wfbp.horovod`` alone; importing
-  ``horovod`` from there makes ``wfbp.horovod`` stand in for it.
+  ``horovod`` from there makes ``wfbp.horovod`` replace it.
 """

@@ -330,7 +330,7 @@ def _memory_at(address: int, nbytes: int, owner: object) -> Buffer:
 
 def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
     """Return a function that gives a tuple of the values at these indices."""
-    if len(indices) == 1:  # of which itemgetter() makes no tuple
+    if len(indices) == 1:  # itemgetter() of one index returns no tuple
         (index,) = indices
         return lambda values: (values[index],)
     return itemgetter(*indices) if indices else lambda values: ()

@@ -1,4 +1,4 @@
-"""What the steps of one reducer take: stamps while they run, seconds once they are over."""
+"""Times of one reducer's steps: stamps while a step runs, seconds once it is over."""
 
 from __future__ import annotations
 

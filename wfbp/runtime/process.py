@@ -148,7 +148,7 @@ def _start_timeline(runtime: Runtime) -> None:
     except OSError as error:
         warn(
             f"timeline {path.parent}",
-            f"rank {rank}: no timeline {path} ({error.strerror}); training goes on",
+            f"rank {rank}: no timeline {path} ({error.strerror}); training continues",
         )
     else:
         runtime.collectives.record(writer)
@@ -338,7 +338,7 @@ def _make_folder(variable: str, folder: str) -> None:
         problem = f"it cannot be made: {error.strerror}"
     if problem:
         raise ValueError(
-            f"{variable} is {folder!r}, but {problem}. Name a directory in which every rank can "
+            f"{variable} is {folder!r}, but {problem}. Name a directory where every rank can "
             "write, or none"
         )
 

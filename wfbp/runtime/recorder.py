@@ -139,7 +139,7 @@ class Recorder:
             self._runtime.warn_once(
                 f"record {self.path.parent}",
                 f"rank {self._runtime.rank}: the run could not be recorded in {self.path} "
-                f"({error.strerror or error}); training goes on",
+                f"({error.strerror or error}); training continues",
             )
 
     def document(self) -> dict[str, Any]:

@@ -337,9 +337,9 @@ class Reducer:
             owner = owner_of.get(address, index)
             if owner != index and specs[index].numel:
                 raise RuntimeError(
-                    f"{self.who}: the gradient of {specs[index].name} lies in memory in which "
-                    f"that of {specs[owner].name} is averaged; give each tensor a gradient of its "
-                    "own, for example by clone()"
+                    f"{self.who}: the gradient of {specs[index].name} shares memory with "
+                    f"the average of {specs[owner].name}; give each tensor its own gradient, for "
+                    "example by clone()"
                 )
 
     def _views_of(self, result: StepResult) -> list[BufferView | None]:
@@ -569,7 +569,7 @@ class Reducer:
     def _post_gather(self, event: Gather) -> None:
         self._events.append(event)
         # This thread sends it, because the communication thread would first have to wait for the
-        # interpreter. That one then goes on with it.
+        # interpreter. The communication thread then continues it.
         self._thread.progress()
         self._thread.loop.wakeup.set()
 

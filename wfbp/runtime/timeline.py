@@ -129,7 +129,7 @@ class TraceWriter:
                 self._warn(
                     f"timeline {self.path.parent}",
                     f"rank {self._rank}: the timeline {self.path} ends here "
-                    f"({error.strerror or error}); training goes on",
+                    f"({error.strerror or error}); training continues",
                 )
 
     def _flush_until_closed(self) -> None:

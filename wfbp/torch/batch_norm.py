@@ -1,8 +1,8 @@
 """Batch normalisation by the statistics of all ranks' batches.
 
 Forward gathers every rank's count, mean and sum of squared differences from it, and combines them
-(Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance", 1983), which loses no
-digits where the mean is large. With x' the normalised input, w the weight, s the standard deviation
+(Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance", 1983). This loses no
+digits if the mean is large. With x' the normalised input, w the weight, s the standard deviation
 and n the elements per channel of all ranks, backward is
 
     dx = w / s * (dy - sum(dy) / n - x' * sum(dy * x') / n)
@@ -30,11 +30,11 @@ class SyncBatchNorm(_BatchNorm):
 
     Every rank must run the same of these layers, in the same order, whenever it trains; a rank's
     batch may be empty. The statistics travel once per forward and once per backward, through the
-    memory of the host: where batches are large enough, ``torch.nn.BatchNorm2d`` is faster.
+    memory of the host: if batches are large enough, ``torch.nn.BatchNorm2d`` is faster.
 
     Args:
-        num_features: as of ``torch.nn.BatchNorm2d``, like the following; inputs have at least two
-            dimensions, of which the second one is this.
+        num_features: size of the inputs' second dimension; like the following, as of
+            ``torch.nn.BatchNorm2d``.
         eps: added to the variance.
         momentum: of the running statistics.
         affine: whether there are weights and biases.

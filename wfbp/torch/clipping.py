@@ -1,4 +1,4 @@
-"""Scaling gradients of which every rank may hold a part, by their norm over all of them."""
+"""Scales gradients by their norm over all of them; each rank may hold a part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TINY = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a call of ``clip_grad_norm_`` asks for; the same on every rank."""
+    """Arguments of a call of ``clip_grad_norm_``; the same on every rank."""
 
     max_norm: float
     norm_type: float
@@ -108,7 +108,7 @@ def _norms(parts: Sequence[torch.Tensor], norm_type: float) -> list[float]:
 
 
 def _power(norms: Sequence[float], norm_type: float) -> float:
-    """What of the norm these make up: the sum of their p-th powers, or the maximum."""
+    """The part of the norm that these contribute: the sum of their p-th powers, or the maximum."""
     if math.isinf(norm_type):
         return float(np.max(norms, initial=0.0))
     with np.errstate(over="ignore"):  # then it is infinite

@@ -1,9 +1,9 @@
-"""What ``torch.compile`` makes of models, and what it must leave alone.
+"""Compiled models: pieces that overlap, and functions that ``torch.compile`` must leave alone.
 
 ``torch.compile`` makes one graph of a whole model, and one of its backward. Autograd sees a single
 operation whose gradients and hooks all come at its end, so nothing could overlap. PyTorch's answer
 for DistributedDataParallel (``torch._dynamo``'s DDPOptimizer) cuts the graph of forward into pieces
-by the size of their parameters; each piece has a backward of its own. The same cuts serve here, and
+by the size of their parameters. Each piece has its own backward. The same cuts serve here, and
 need not know the groups: the times at which gradients appear are measured, and groups planned from
 them.
 """
@@ -36,7 +36,7 @@ def compile_backend(inner: str | Backend = "inductor", piece_bytes: int = PIECE_
             which is the first one of backward, is smaller.
 
     Returns:
-        What ``torch.compile`` takes as ``backend``. It takes no ``mode`` and no ``options``: set
+        The value for ``torch.compile``'s ``backend``. It takes no ``mode`` and no ``options``: set
         those in ``torch._inductor.config``.
 
     Raises:
@@ -83,10 +83,10 @@ def uncompiled(function: F) -> F:
     adds a call. Here a function is marked, at no cost where nothing is compiled.
     """
     frames: Any = torch._C._dynamo.eval_frame
-    # Where compiled code calls it, Dynamo would trace into it:
+    # If compiled code calls the function, Dynamo would trace into it:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "wfbp communicates here"  # type: ignore[attr-defined]
-    # And where it is called from what has been left out of a graph, Dynamo would begin a new one.
+    # If code left out of a graph calls it, Dynamo would begin a new graph.
     # (What decorators have put around it, as contextlib does, belongs to other functions, too.)
     code = getattr(function, "__wrapped__", function).__code__
     skip = frames._FrameAction.SKIP

@@ -8,11 +8,11 @@ import torch
 
 
 class Compressor:
-    """Turns a tensor into what travels, and back; a base class."""
+    """Turns a tensor into the one to send, and back; a base class."""
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What travels, and what :meth:`decompress` needs to know."""
+        """The tensor to send, and what :meth:`decompress` needs to know."""
         raise TypeError("Compressor is an interface; pass Compression.none, .fp16 or .bf16")
 
     @classmethod
@@ -54,7 +54,7 @@ COMPRESSED_DTYPES: dict[type[Compressor], str] = {
     FP16Compressor: "float16",
     BF16Compressor: "bfloat16",
 }
-"""The type in which wider gradients travel; empty: their own."""
+"""The type that wider gradients are sent as; empty: their own."""
 
 
 class Compression:

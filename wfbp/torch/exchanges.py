@@ -1,4 +1,4 @@
-"""What ranks exchange beside the plan: sparse gradients, hyperparameters, the loss of a closure.
+"""Exchanges outside the plan: sparse gradients, hyperparameters, the loss of a closure.
 
 Every function is a collective among the ranks of a reducer.
 """
@@ -91,7 +91,7 @@ def compare_beginnings(
     for rank, (theirs, _) in enumerate(by_rank):
         for what in {**first_settings, **theirs}:
             first, other = first_settings.get(what), theirs.get(what)
-            if str(first) != str(other):  # as text, in which NaN equals NaN
+            if str(first) != str(other):  # as text, because NaN then equals NaN
                 raise DisagreementError(
                     f"{reducer.who}: ranks disagree: {what} is {first} on rank 0 and "
                     f"{other} on rank {rank}. Give every rank the same, or rank 0's by "

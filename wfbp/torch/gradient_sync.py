@@ -39,13 +39,13 @@ _EMPTY = 1
 _SAMPLED_ELEMENTS = 16
 _SAMPLED_GRADIENTS = 4
 _FIRST_STEPS, _EVERY_STEPS = 8, 64
-"""Steps in which gradients of a device are sampled, because the host has to wait for them."""
+"""Only these steps sample a device's gradients, because the host has to wait for the samples."""
 
 
 class GradientGuard:
-    """Notices gradients that were changed between their hooks and their reduction: by PyTorch's
-    count of changes in place, by their address, and by a sample of some, for what PyTorch does not
-    count. Used by the training thread and by backward's."""
+    """Notices gradients that were changed between their hooks and their reduction. It compares
+    PyTorch's count of changes in place, addresses, and samples of some values, for changes that
+    PyTorch does not count. Used by the training thread and by backward's."""
 
     def __init__(self, name: str, names: Sequence[str], on_host: bool = True) -> None:
         self._name = name
@@ -233,7 +233,7 @@ class OptimizerSync:
         """Reduced gradients, if ``p.grad`` does not show them all."""
         self._compared = False
         self._is_clipped = False
-        # Where gradients are gathered in 16 bits, they are scaled after that: see clip_grad_norm_.
+        # Gradients that are gathered in 16 bits are scaled after that: see clip_grad_norm_.
         self._scales_later = bool(options.gather_dtype)
         self._shard_factor: float | None = None
         self._alone = False  # whether the last step was reduced with ranks that had joined
@@ -419,7 +419,7 @@ class OptimizerSync:
     ) -> None:
         """Let ``p.grad`` hold what is sparse on some rank; a collective.
 
-        Where other ranks have a dense gradient, the result is dense.
+        If another rank has a dense gradient, the result is dense.
         """
         totals = exchanges.sparse_sums(self.reducer, self._params, sparse, self._op is Op.AVERAGE)
         for index, total in totals.items():
@@ -671,7 +671,7 @@ class OptimizerSync:
         _remove(self._hooks, self.reducer, self._forward)
 
     def leave_buffers(self) -> None:
-        """Let ``p.grad`` be memory of its own: the reducer's goes at ``shutdown()``."""
+        """Copy ``p.grad`` out of the reducer's memory, which ``shutdown()`` frees."""
         for param, view in zip(self._params, self._views, strict=True):
             if view is not None and param.grad is view:
                 param.grad = view.clone()

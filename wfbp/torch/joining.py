@@ -1,11 +1,11 @@
 """Training on data of different length: ranks that have no more of it join.
 
-A rank that has joined takes part in the steps of the others without gradients, for each of its
-optimizers on a thread of its own where there are several, because the others may step them in any
-order. In each of these steps it asks for the exchange at the step's end, by which all ranks know
-who has joined: they then have whole gradients and step whole parameters, so that no rank waits for
-a shard of a joined one. The step in which all have joined is the last one. Then the ranks that
-joined first get the parameters and the state of the last.
+A rank that has joined takes part in the steps of the others without gradients. With several
+optimizers it uses one thread for each, because the others may step them in any order. In each of
+these steps it asks for the exchange at the step's end, so all ranks know who has joined. They then
+have whole gradients and step whole parameters, so that no rank waits for a shard of a joined one.
+The first step with all ranks joined is the last one. Then the ranks that joined first get the
+parameters and the state of the last.
 """
 
 from __future__ import annotations

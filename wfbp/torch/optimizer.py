@@ -47,7 +47,7 @@ def check_known(optimizer: torch.optim.Optimizer, known: Collection[int]) -> Non
 
 
 class SyncState(enum.Enum):
-    """Who asked for the averages that the next step is to use; reset by ``step()`` and
+    """The call that asked for the averages of the next step; reset by ``step()`` and
     ``zero_grad()``.
 
     It depends on calls that every rank makes, and not on the gradients of a rank: by it the ranks
@@ -80,9 +80,9 @@ def _operation(method: F) -> F:
     return cast(F, functools.update_wrapper(uncompiled(call), method))
 
 
-# Without ``ABC``: classes that are derived together with it may have a metaclass of their own.
+# Without ``ABC``: classes that are derived together with it may have another metaclass.
 class DistributedOptimizerBase(torch.optim.Optimizer):
-    """What :func:`DistributedOptimizer` returns, besides an instance of the optimizer's own class.
+    """Base of all results of :func:`DistributedOptimizer`, which also have the optimizer's class.
 
     ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` are those of any optimizer;
     every rank steps and loads alike, any rank may take the ``state_dict()`` alone. All other
@@ -145,7 +145,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def __init__(
         self,
         runtime: Runtime | None,  # None on a rank outside the process set, which steps alone
-        original: torch.optim.Optimizer,  # of the class from which this one is derived
+        original: torch.optim.Optimizer,  # of the class that this one extends
         known: list[tuple[str, torch.Tensor]] | None,  # as the user gave them
         options: ReducerOptions,
         *,
@@ -217,7 +217,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if sync is not None:
             sync.make_state_whole()
             if sync.open:
-                # A rank without gradients goes on, and would meet this step in its next call.
+                # A rank without gradients continues, and would meet this step in its next call.
                 sync.synchronize(place=1 + zlib.crc32(method.__name__.encode()) % _NUM_PLACES)
                 self._wfbp_sync_state = SyncState.OWN_METHOD
         return method(*args, **kwargs)
@@ -226,7 +226,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def state(self) -> Any:
         """The state by parameter, after all updates that are due.
 
-        Where ranks update shards, it is by shard; :meth:`state_dict` has the whole.
+        If ranks update shards, each holds its shards only; :meth:`state_dict` has the whole.
         """
         if self._wfbp_sync is not None:
             self._wfbp_sync.before_state_is_used()
@@ -257,7 +257,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def synchronize_parameters(self) -> None:
         """Wait until all parameters are up to date.
 
-        With a schedule that decouples they may still travel after ``step()``. Whoever reads one
+        With a schedule that decouples, some may still be on their way after ``step()``. Reading one
         waits for it, so this is needed only before code that PyTorch does not notice: CUDA graphs,
         addresses kept elsewhere, and C++ extensions that are given a parameter outside the forward
         of its module. Any rank may call it, alone.
@@ -361,9 +361,9 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """Average the gradients, unless that was done, and let the optimizer step.
 
         A signal that arrives meanwhile is handled at the end, so that ranks stay equal if only one
-        of them gets it: an exception that its handler raises, such as ``KeyboardInterrupt``,
-        propagates from a complete step. Only if other ranks do not come for a second, the handler
-        runs in the middle of it.
+        of them gets it. An exception that its handler raises, such as ``KeyboardInterrupt``,
+        propagates from a complete step. If this rank has waited for the others for a second, the
+        handler runs in the middle of the step.
 
         Args:
             closure: computes the loss of this rank's data and its gradients; called by the
@@ -371,7 +371,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 loss of all ranks, averaged (or added up, with ``op=Sum``) as the gradients are.
 
         Returns:
-            What the optimizer's step returned: of most, the averaged loss of the first call.
+            The return value of the optimizer's step: for most, the averaged loss of the first call.
 
         Raises:
             RuntimeError: gradients were changed since backward, or a parameter was put into
@@ -423,7 +423,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """Whether a step within ``skip_synchronize()`` has averages to take.
 
         Raises:
-            RuntimeError: it has gradients that nobody has averaged.
+            RuntimeError: it has gradients that were not averaged.
         """
         if self._wfbp_sync_state is not SyncState.NOBODY:
             return True
@@ -434,7 +434,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if has_gradients:
             raise RuntimeError(
                 f"{type(self).__name__}: step() within skip_synchronize() takes gradients as they "
-                "are, and nobody has averaged those of this step: call optimizer.synchronize() "
+                "are, and those of this step were not averaged: call optimizer.synchronize() "
                 "before it"
             )
         return False
@@ -466,15 +466,15 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         return self._wfbp_sync.combined_loss(loss)
 
     def _wfbp_forget_sync(self) -> None:
-        """What was averaged has been used, or is not going to be."""
+        """Forget averages that were used, or will not be used."""
         self._wfbp_sync_state = SyncState.NOBODY
 
     @_operation
     def state_dict(self) -> dict[str, Any]:
         """The state in the ordinary form, whatever the schedule.
 
-        Any rank may call it, alone. Where ranks hold shards of the state, it is fetched from their
-        communication threads; their training threads need not come here.
+        Any rank may call it, alone. If ranks hold shards of the state, their communication threads
+        send them; their training threads need not call this.
 
         Raises:
             DisagreementError: another rank has stepped, loaded or wrapped otherwise.

@@ -84,7 +84,7 @@ def _differentiable(param: torch.Tensor) -> bool:
 
 
 def wrapped_of(optimizer: torch.optim.Optimizer) -> Any:
-    """What was last made of an optimizer, or None."""
+    """The last wrapper of an optimizer, or None."""
     return vars(optimizer).get(_WRAPPED)
 
 

@@ -1,13 +1,13 @@
-"""Parameters that still travel after ``step()``: a program that reads one waits for it.
+"""Parameters that arrive after ``step()``: a program that reads one waits for it.
 
-After a decoupled step parameters are gathered while the program goes on. One that has not arrived
+After a decoupled step parameters are gathered while the program continues. One that has not arrived
 has the class :class:`Pending`. Two things bring it back to ``nn.Parameter``, after a wait: a hook
 before the forward of the module that owns it, and ``__torch_function__`` for every other use.
 
 Reads that neither of them notices must not meet a parameter under way. So ``step()`` waits for all
-of them where their memory has another user (a view, a NumPy array, another process), and
-parameters no longer travel after ``step()`` (:meth:`PendingParameters.stop`) once a second thread
-reads one or ``torch.compile`` uses them. A process is forked when everything has arrived.
+of them if their memory has another user (a view, a NumPy array, another process). It waits in
+every step (:meth:`PendingParameters.stop`) once a second thread reads a parameter or
+``torch.compile`` uses them. A process is forked when everything has arrived.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ _pytree.register_pytree_node(
 
 
 class PendingParameters:
-    """The parameters of one optimizer, of which some may be pending.
+    """The parameters of one optimizer; some may be pending.
 
     The training thread calls :meth:`begin`; any thread may wait. ``_lock`` is held while waiting,
     while an update is completed and while classes change, so a second reader waits for the first.

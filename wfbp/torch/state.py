@@ -32,7 +32,7 @@ def broadcast_parameters(
         parameters: a model's ``state_dict()`` or ``named_parameters()``; entries that are no
             tensors are left alone. Or tensors without names, as its ``parameters()``, which go by
             their order.
-        root_rank: whose values everybody gets; its number among all ranks.
+        root_rank: the rank whose values are sent; its number among all ranks.
         process_set: the ranks that take part.
 
     Raises:
@@ -52,13 +52,13 @@ def broadcast_buffers(
 
     They differ between ranks, because each rank's forward updates them by its own batches. They do
     not change gradients, so it is enough to call this before an evaluation or a checkpoint, on
-    every rank. (DDP does it in every forward, which hangs where one rank evaluates alone. To do
+    every rank. (DDP does it in every forward, which hangs if one rank evaluates alone. To do
     so: ``model.register_forward_pre_hook(lambda m, _: broadcast_buffers(m) if m.training else
     None)``.)
 
     Args:
         model: alike on every rank.
-        root_rank: whose buffers everybody gets; its number among all ranks.
+        root_rank: the rank whose buffers are sent; its number among all ranks.
         process_set: the ranks that take part.
 
     Raises:
@@ -139,7 +139,7 @@ def broadcast_optimizer_state(
     Args:
         optimizer: of the same parameters on every rank; ranks without state get the root's, with
             its element types. A distributed one may be in mid-training.
-        root_rank: whose state everybody gets; its number among all ranks.
+        root_rank: the rank whose state is sent; its number among all ranks.
         process_set: the ranks that take part.
 
     Raises:

@@ -1,8 +1,8 @@
 """Shards of parameters and of optimizer state, and the way between them and whole tensors.
 
-Ranks join shards in two ways: together, if all of them need whole state at the same place of the
-program, as when a plan changes; or by fetching from the others' communication threads, if one of
-them wants the whole state, as for a checkpoint.
+Ranks join shards in two ways. They do it together if all of them need whole state at the same place
+of the program, as when a plan changes. One rank that wants whole state alone, as for a checkpoint,
+fetches shards from the others' communication threads.
 """
 
 from __future__ import annotations

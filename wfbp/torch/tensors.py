@@ -120,7 +120,7 @@ def shared(data: Any) -> torch.Tensor:
 
 
 class Layout(NamedTuple):
-    """How a tensor's elements lie in memory when they travel."""
+    """The order of a tensor's elements in memory while they are sent."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -175,7 +175,7 @@ def place_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Place:
         examples = {str(t.device): n for n, t in named}
         shown = ", ".join(f"{n} on {place}" for place, n in sorted(examples.items()))
         raise ValueError(
-            f"{name}: all parameters of an optimizer must lie on one device; found {shown}"
+            f"{name}: all parameters of an optimizer must be on one device; found {shown}"
         )
     place = next(iter(places), torch.device("cpu"))
     if place.type == "cpu":

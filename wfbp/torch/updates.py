@@ -1,8 +1,8 @@
 """The optimizer's update after gradients have been reduced.
 
 Most optimizers take one ordinary ``step()`` with whole gradients. Only an optimizer that is known
-to treat every element by itself (see :mod:`wfbp.torch.wrapping`) is stepped in parts: each rank
-updates its shards of decoupled parameters, which are then gathered; or every rank updates every
+to treat every element by itself (see :mod:`wfbp.torch.wrapping`) is stepped in parts. Each rank
+updates its shards of decoupled parameters, which are then gathered. Or every rank updates every
 parameter, decoupled ones just before they are read.
 """
 
@@ -205,15 +205,15 @@ class Update:
         return shard
 
     def _follow(self, sharding: StateSharding) -> None:
-        """Shard what the installed plan decouples; collective where that has changed."""
+        """Shard what the installed plan decouples; collective if that has changed."""
         reducer = self._reducer
         if self._installed == reducer.num_installed:
             return
         self._installed = reducer.num_installed
-        # What has no elements is stepped on every rank: optimizers have state for it, too.
+        # Empty parameters are stepped on every rank, because optimizers have state for them, too.
         some = [k for k, p in enumerate(self._params) if p.numel()]
         sharding.follow([k for k in some if reducer.decouples_tensor(k)])
-        # What forward needs first is updated first, so that its all-gathers hide the other updates.
+        # Forward's first parameters are updated first: their all-gathers hide the other updates.
         groups = reducer.gather_groups
         sizes = [sum(self._params[k].nbytes for k in group) for group in groups]
         count = 0
@@ -304,7 +304,7 @@ class Update:
 
 
 def _marks(entry: dict[Any, Any] | None) -> list[Any]:
-    """What differs once a program has changed a parameter's state, which it may have kept."""
+    """Marks that differ once a program has changed a parameter's state, which it may have kept."""
     return [
         (key, id(value), value._version) if isinstance(value, torch.Tensor) else (key, value)
         for key, value in (entry or {}).items()

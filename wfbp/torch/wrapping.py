@@ -66,20 +66,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
-        named_parameters: ``model.named_parameters()``, for messages and to match ranks; numbers
-            stand in for names where it is missing.
+        named_parameters: ``model.named_parameters()``, for messages and to match ranks; without
+            it, parameters are known by their numbers.
         compression: ``Compression.fp16`` or ``Compression.bf16``: float32 and float64 gradients are
             rounded to that type as they are packed, averaged in float32, and rounded once more;
-            messages are at most half as large. What is too large for float16 becomes infinite, as
+            messages are at most half as large. Values too large for float16 become infinite, as
             ``GradScaler`` expects. Both parts of complex numbers are rounded so. Gathered
             parameters are exact. By default gradients travel in the element type of their
             parameters.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
         op: ``Average`` or ``Sum``.
         sparse_as_dense: whether sparse gradients are made dense. Otherwise they stay sparse: ranks
-            exchange indices and values when the step closes, which needs a schedule of all-reduces
+            exchange indices and values when the step closes. This needs a schedule of all-reduces
             (as ``SparseAdam`` has it anyway).
-        process_set: the ranks that average their gradients, each of which must call this; other
+        process_set: the ranks that average their gradients; each must call this, and the other
             ranks neither communicate nor wait. Numbers of ranks in messages are those in the set.
         schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``layerwise``,
             ``single`` or ``threshold``; or, decoupled into backward and the next forward,
@@ -91,11 +91,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             it alone, if the schedule decouples. False: every rank updates all. By default True for
             PyTorch's elementwise optimizers (exactly these classes: SGD, Adam, AdamW, NAdam, RAdam,
             Adamax, RMSprop, Rprop, Adagrad, Adadelta, ASGD), and False under ``compression``:
-            averaged gradients are gathered in 16 bits, parameters never. For a class of your own
-            True promises: the new value of an element depends on its own gradients and state and
-            on settings in its group alone; state is kept in ``self.state[p]``, in tensors of the
-            shape of ``p`` and in numbers; ``step()`` may be called for some parameters or parts of
-            them, and changes nothing else.
+            averaged gradients are gathered in 16 bits, parameters never. For your own class True
+            promises three things. The new value of an element depends on its own gradients and
+            state and on settings in its group alone. State is kept in ``self.state[p]``, in tensors
+            of the shape of ``p`` and in numbers. ``step()`` may be called for some parameters or
+            parts of them, and changes nothing else.
 
     Returns:
         The distributed optimizer.

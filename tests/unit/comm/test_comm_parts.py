@@ -212,7 +212,7 @@ def test_leaving_with_messages_under_way_ends_the_progress_group() -> None:
     work = work_of(staying, [Recorded(1, 1, [])])
     kept = weakref.ref(job)
     leaving.leave()
-    with pytest.raises(BackendError, match="given up with messages under way"):
+    with pytest.raises(BackendError, match="abandoned with messages under way"):
         work.test()
     del job, leaving
     gc.collect()
@@ -231,7 +231,7 @@ def test_who_gives_up_with_nothing_under_way_ends_nothing() -> None:
     work_of(channel, [Recorded(1, 1, [])])
     progress_group.give_up()
     progress_group.fail(OSError("later"))
-    assert "given up with messages under way" in str(progress_group.failure)
+    assert "abandoned with messages under way" in str(progress_group.failure)
 
 
 def test_a_work_that_is_complete_is_so_whatever_fails_beside_it() -> None:

@@ -54,7 +54,7 @@ def test_who_left_is_no_trouble_while_something_moves(moving_s: float) -> None:
     error = looks.check(waits, now + 2.5)
     assert isinstance(error, PeerError)
     assert str(error).startswith("rank 2 of 3 waits (allreduce of x), but rank 0 has left. Every")
-    assert "let none end earlier" in str(error)
+    assert "none may end earlier" in str(error)
 
 
 def test_motion_between_waits_counts_for_none() -> None:

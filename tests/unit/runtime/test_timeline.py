@@ -190,8 +190,8 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
         timeline.close()
     (told,) = caplog.messages
     assert told == (
-        f"rank 3: the timeline {timeline.path} ends here (No space left on device); training goes "
-        "on"
+        f"rank 3: the timeline {timeline.path} ends here (No space left on device); training "
+        "continues"
     )
     assert 2 + 2 * 2 <= len(load(timeline.path)["traceEvents"]) < 2 + 3 * 2  # names and spans
 
@@ -217,7 +217,7 @@ def test_a_full_disk_is_told_once_for_all_ranks(
     (told,) = caplog.messages
     assert re.fullmatch(
         rf"rank [012]: the timeline {tmp_path}/t\d\.json ends here \(No space left on device\); "
-        r"training goes on \(shown once; other ranks may have this problem too\)",
+        r"training continues \(shown once; other ranks may have this problem too\)",
         told,
     )
     for rank in range(3):
@@ -248,7 +248,7 @@ def test_training_starts_without_a_timeline_where_none_can_be_begun(
         wfbp.init(backend=LocalWorld(1).backend(0), config=Config(record=str(tmp_path)))
         wfbp.shutdown()
     assert "no timeline" in caplog.messages[0]
-    assert "(No space left on device); training goes on" in caplog.messages[0]
+    assert "(No space left on device); training continues" in caplog.messages[0]
 
 
 def test_what_began_before_the_timeline_is_left_out(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_the_host_is_no_device() -> None:
 
 
 def test_parameters_on_two_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="must lie on one device; found p0 on cpu, p1 on meta"):
+    with pytest.raises(ValueError, match="must be on one device; found p0 on cpu, p1 on meta"):
         place_of("SGD", named("cpu", "meta"))
 
 

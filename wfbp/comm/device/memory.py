@@ -215,7 +215,7 @@ class DeviceMemory(Memory):
         if self._device.is_capturing(stream):
             raise RuntimeError(
                 f"rank {self.backend.rank}: a step's gradients were about to be captured in a CUDA "
-                "graph, in which other ranks cannot take part; capture the model alone "
+                "graph, which other ranks cannot take part in; capture the model alone "
                 "(torch.cuda.make_graphed_callables), and call backward() and step() outside"
             )
 

@@ -166,7 +166,7 @@ class StagedBackend(DeviceBackend):
 
     def progress(self) -> None:
         """Advance all messages, here and on duplicates; ``BackendError`` once anything failed."""
-        # Of duplicates too: another rank may wait for one of theirs before it goes on with ours.
+        # Duplicates too: another rank may wait for one of their messages before it continues ours.
         for member in self._family:
             member._move_on()
         self.check()

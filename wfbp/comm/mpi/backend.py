@@ -65,7 +65,7 @@ class MpiBackend(HostBackend):
         shared_memory: bool = True,
         check_launcher: bool = True,
         _original: MpiBackend | None = None,
-        _alone: bool = False,  # made by some ranks in an order of their own
+        _alone: bool = False,  # only some ranks make it, in any order
     ) -> None:
         self._mpi = mpi = load(start_timeout_s)
         chosen = communicator(mpi, comm) if isinstance(comm, Sequence) else comm

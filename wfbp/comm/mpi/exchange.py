@@ -1,9 +1,9 @@
 """Collectives on ordinary memory among some of the ranks, for the backend of ``torch.distributed``.
 
-On one host each rank copies its part of a chunk into a staging buffer that its peers can read,
-publishes the buffer's offset (READY), and takes what it needs from theirs (TAKEN); an all-reduce of
-more than :data:`SMALL_BYTES` combines one shard per rank in between (REDUCED). Elsewhere ranks send
-messages directly. Either way the ranks that take part make the communicator alone.
+On one host each rank copies its part of a chunk into a staging buffer that its peers can read, and
+publishes the buffer's offset (READY). It takes what it needs from theirs (TAKEN). An all-reduce of
+more than :data:`SMALL_BYTES` combines one shard per rank in between (REDUCED). Between hosts, ranks
+send messages directly. Either way the ranks that take part make the communicator alone.
 
 The staging buffers also carry a *fingerprint* of the operation, so that ranks in different
 operations notice before they read each other's data.
@@ -91,7 +91,7 @@ class Staging:
 
 @dataclass(slots=True)
 class _Shared:
-    """What the staged tasks of one group share."""
+    """State that the staged tasks of one group share."""
 
     staging: Staging
     flags: SharedFlags
@@ -131,7 +131,7 @@ class _StagedTask(Task):
             if not all(flags.reached(peer, number, READY) for peer in flags.peers):
                 return False
             if any(flags.note(peer, number) != self._fingerprint for peer in flags.peers):
-                self.work.mismatch = True  # whoever waits for it abandons the whole channel
+                self.work.mismatch = True  # the waiting thread abandons the whole channel
                 return False
             self._read_ready()
             if self.work.mismatch:
@@ -471,7 +471,7 @@ def connect_shared(
 
 
 def _pieces(blocks: Blocks, index: int, count: int, item: int = 1) -> list[Buffer | None]:
-    """One of ``count`` parts of each block; one piece for a block that is there several times."""
+    """One of ``count`` parts of each block; one piece for a block that is listed several times."""
     cut: dict[int, Buffer] = {}
     for block in blocks:
         if block is not None and id(block) not in cut:

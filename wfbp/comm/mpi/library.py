@@ -1,4 +1,4 @@
-"""The MPI library: tasks of its own collectives, and its functions for the extension."""
+"""The MPI library: tasks of the library's collectives, and its functions for the extension."""
 
 from __future__ import annotations
 

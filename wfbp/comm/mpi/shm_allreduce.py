@@ -34,8 +34,8 @@ class SharedFlags:
     """Flags that publish each rank's progress with the tasks of one channel.
 
     ``places`` are each rank's number in the memory, and its set of flags there. A task has one row
-    per rank, which only that rank writes: a growing number that encodes task and phase, then the
-    offset of its contribution and a note that ranks may compare. Task numbers agree on all ranks.
+    per rank, written by that rank alone: a growing number that encodes task and phase, the offset
+    of its contribution, and a note that ranks may compare. Task numbers agree on all ranks.
     A row is reused only when no rank needs it: a later task in the row implies that the earlier one
     is over.
     """

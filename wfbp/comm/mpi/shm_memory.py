@@ -157,7 +157,7 @@ def open_map(process: int, file: int, token: bytes, mine: bool) -> Mapping:
     """Map a rank's memory. ``OSError`` if it cannot be opened; ``ValueError`` if the process number
     belongs to another process here (containers)."""
     path = f"/proc/{process}/fd/{file}"
-    other = ValueError(f"process {process} is another one here, as in a container of its own")
+    other = ValueError(f"process {process} is another one here, as between containers")
     if not stat.S_ISREG(os.stat(path).st_mode):  # to open or read another one's pipe may block
         raise other
     descriptor = os.open(path, os.O_RDWR if mine else os.O_RDONLY)

@@ -45,7 +45,7 @@ def load(timeout_s: float | None = None) -> ModuleType:
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise BackendError(
             "MPI was started without support for threads (MPI_THREAD_MULTIPLE), which wfbp needs "
-            "because it communicates on a thread of its own; let mpi4py start MPI, or start it "
+            "because it communicates on a separate thread; let mpi4py start MPI, or start it "
             "with MPI_Init_thread"
         )
     return mpi
@@ -187,10 +187,10 @@ def check_launch(mpi: ModuleType, comm: MPI.Comm | None) -> None:
     raise BackendError(
         f"this process is {who} of {promise.size}{more}, says {promise.launcher} "
         f"({promise.variable}={environment[promise.variable]}), but MPI ({library}) found "
-        f"{actual}: the others would train apart. Start all as one job, by the "
+        f"{actual}: the others would train separately. Start all as one job, by the "
         "mpirun of this library:\n"
         f"    {_command(promise, library)}\n{_srun_hint(promise, library)}"
-        f"Where this process is to be a job of its own, set WFBP_CHECK_LAUNCHER=0"
+        f"If this process should be a separate job, set WFBP_CHECK_LAUNCHER=0"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a communicator's ranks are, and which algorithms suit that."""
+"""The placement of a communicator's ranks, and the algorithms that suit it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Topology:
             chunk_bytes = min(4 << 20, size << 19) if open_mpi else 4 << 20
             chunking = Chunking(chunk_bytes=chunk_bytes, window_bytes=chunk_bytes)
         chunking = chunking or Chunking()
-        # Where hosts hold several ranks each, direct exchange sends every byte between hosts once
+        # If hosts hold several ranks each, direct exchange sends every byte between hosts once
         # per rank of the host; the library's algorithms send it once.
         direct = size <= chunking.direct_ranks and (one_host or fullest == 1)
         # A reduce-scatter is different: the library's all-reduce, which carries it otherwise, sends

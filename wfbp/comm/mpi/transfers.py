@@ -143,7 +143,7 @@ class ProgressGroup:
     def give_up(self) -> None:
         """Stop waiting for messages under way; their memory is never freed."""
         if any(channel.active for channel in self.channels):
-            self.fail(RuntimeError("given up with messages under way"))
+            self.fail(RuntimeError("abandoned with messages under way"))
 
     def fail(self, error: Exception) -> None:
         """Keep the first error, and start no further task."""

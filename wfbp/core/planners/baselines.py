@@ -49,8 +49,8 @@ def mgwfbp(trace: Trace, costs: Costs) -> Plan:
     """MG-WFBP's rule, which decides once per pair of neighbours and is not optimal.
 
     The message that holds tensor k starts at s_k and ends at e_k. It takes in tensor k+1 if
-    ``r_{k+1} < e_k and (s_k > r_{k+1} or r_{k+1} - s_k < alpha)``: the message still waits for the
-    channel, or its delay costs less than a start-up (for a curve: the cost of 0 bytes). Source:
+    ``r_{k+1} < e_k and (s_k > r_{k+1} or r_{k+1} - s_k < alpha)``. Then the message still waits for
+    the channel, or its delay costs less than a start-up (for a curve: the cost of 0 bytes). Source:
     Shi, Chu, Li, "MG-WFBP", IEEE TPDS 2021, algorithm 1.
     """
     cost = costs.all_reduce

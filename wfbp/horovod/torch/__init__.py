@@ -1,8 +1,8 @@
 """``horovod.torch`` by wfbp: ``import wfbp.horovod.torch as hvd``.
 
-It has the functions of :mod:`wfbp.torch` and what only programs for Horovod use. Two things are as
-in Horovod, and not as in :mod:`wfbp.torch`: hyperparameters that differ between ranks are a warning
-instead of an error, and a rank outside the process set of an optimizer steps alone.
+It has the functions of :mod:`wfbp.torch` and those that only programs for Horovod use. Two things
+differ from :mod:`wfbp.torch`: hyperparameters that differ between ranks cause a warning instead of
+an error, and a rank outside the process set of an optimizer steps alone.
 
 Example:
     >>> import torch, wfbp.horovod.torch as hvd
@@ -176,7 +176,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         op: ``Average`` or ``Sum`` of gradients; or ``Adasum``, with a power of two of ranks: each
-            rank steps on its own gradients, and what its step changed is combined over the ranks.
+            rank steps on its own gradients, and the changes are combined over the ranks.
             There is no schedule then.
         gradient_predivide_factor: with ``Average`` only; averages are formed in float32 at least,
             so it makes no difference.

@@ -107,7 +107,7 @@ def _respond(requests: Mapping[int, Request], joined: list[int]) -> Response:
     )
     if not error and joined and not replaceable:
         error = (
-            f"{first.label}: {_ranks(joined)} called join(), which only stands in for a rank in "
+            f"{first.label}: {_ranks(joined)} called join(), which replaces a rank only in "
             "sums, averages and barriers. Call join() on every rank before this"
         )
     if error:

@@ -194,11 +194,11 @@ class Fetches:
         head: object = None
         parts: list[Buffer] = []
         if store is None:
-            refusal = "has let it go"
+            refusal = "has released it"
         elif published is None or published[0] < question.version:
             return False
         elif published[0] > question.version:
-            refusal = f"has gone on to version {published[0]} of it, from {question.version}"
+            refusal = f"already has version {published[0]} of it, not {question.version}"
         else:
             try:
                 head, parts = published[1](question.items)

@@ -1,4 +1,4 @@
-"""What the progress loop drives."""
+"""The interface of lanes to the progress loop."""
 
 from __future__ import annotations
 

@@ -110,8 +110,9 @@ class StallWatch:
         self.left[rank] = how
 
     def check(self, waits: Sequence[Wait], now: float, passed_s: float) -> WfbpError | None:
-        """Judge all waits at ``now`` (``time.monotonic``), ``passed_s`` after the last look of the
-        loop, which calls this once a wait is old or a rank has left; returns the error to end with.
+        """Judge all waits at ``now`` (``time.monotonic``), ``passed_s`` after the loop's last look.
+
+        The loop calls this once a wait is old or a rank has left. Returns the error to end with.
         """
         self._now = now
         if passed_s > _PAUSE_S:
@@ -129,7 +130,7 @@ class StallWatch:
                 who = ", ".join(f"rank {r} {self.left[r]}" for r in left)
                 return PeerError(
                     f"{self._where} waits ({what}), but {who}. Every rank must make the same "
-                    "calls: let none end earlier, with fewer batches or steps than the others"
+                    "calls: none may end earlier, with fewer batches or steps than the others"
                 )
         since, what, _ = min(waits, key=lambda wait: wait[:2])
         waited_s = self._waited_s(since)

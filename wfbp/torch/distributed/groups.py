@@ -133,7 +133,7 @@ class Groups:
         if common:
             oldest, _ = min(common)
             return self._idle[ranks].pop(oldest)[0]
-        # All ranks are here, so this does not take long; the communication thread goes on.
+        # All ranks are here, so this does not take long. The communication thread keeps running.
         return self._backend.among(ranks, zlib.crc32(key.encode()) % _NUM_TAGS)
 
     def _closed(self, group: ProcessGroup) -> None:
@@ -153,7 +153,7 @@ class Groups:
         self.runtime.thread.loop.send_notice({"kind": _ARRIVAL, "group": key, "idle": idle})
 
     def arrived(self, key: str, ranks: Sequence[int]) -> dict[int, dict[str, int]]:
-        """What the members that want a group have told."""
+        """The offers of the members that want a group."""
         self.runtime.thread.loop.read_notices()
         told = self._arrived[key]
         return {rank: told[rank] for rank in ranks if rank in told}

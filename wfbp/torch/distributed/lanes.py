@@ -5,8 +5,8 @@ Operations match by their order within the group. On one host ranks compare all 
 sixteenth, or of all if ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``. A fingerprint covers all earlier
 operations too.
 
-If operations differ or one is overdue, the ranks of the group tell each other where they are, the
-first of them that hears enough composes one text, and the group fails with it on all ranks.
+If operations differ or one is overdue, the ranks of the group tell each other where they are. The
+first rank that hears enough composes one text, and the group fails with it on all ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Operation:
 
 @dataclass(slots=True)
 class _Inquiry:
-    """Where the ranks of the group are, for one operation."""
+    """The places of the group's ranks, collected for one operation."""
 
     number: int
     overdue_s: float  # 0: the operations differ
@@ -68,7 +68,7 @@ class _Inquiry:
 
 
 class Lane(LaneProtocol):
-    """What lanes of groups have in common; under the progress lock."""
+    """Common part of the lanes of groups; under the progress lock."""
 
     polls = False
     has_events = False

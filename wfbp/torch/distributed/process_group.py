@@ -39,7 +39,7 @@ _MONITOR_TAG = -2
 def _collective(kind: Any, num_tensors: int, *names: str) -> Callable[[Any], Any]:
     """A method of tensors and options, which PyTorch passes as an object or one by one.
 
-    Tensors of another device go to the same method of their own group.
+    Tensors of another device use the same method of that device's group.
     """
     fields = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
@@ -65,8 +65,8 @@ def _collective(kind: Any, num_tensors: int, *names: str) -> Callable[[Any], Any
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """Collectives and messages of CPU tensors; those of other devices go to a group of their own
-    backend, if the program named one. Any thread may call the methods."""
+    """Collectives and messages of CPU tensors; other devices use the group of the backend that the
+    program named for them. Any thread may call the methods."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._others: dict[str, dist.ProcessGroup] = {}
         self._num_monitored = 0
 
-    # What PyTorch asks of a group.
+    # Properties that PyTorch asks for.
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 

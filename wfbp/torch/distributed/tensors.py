@@ -131,7 +131,7 @@ def reduction(dtype: torch.dtype, op: ReduceOp, size: int) -> Reduction:
 
 
 def premultiplied(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """What this rank contributes: a multiple, if the reduction has a factor."""
+    """This rank's contribution: a multiple, if the reduction has a factor."""
     kind: Any = op
     return tensor * op.factor if kind == ReduceOp.PREMUL_SUM else tensor
 

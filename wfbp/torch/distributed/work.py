@@ -64,7 +64,7 @@ class GroupWork(TorchWork):
         future_waits.num_pending -= 1
         if future.watched:
             _callbacks.submit(future.settle)
-        else:  # at once: whoever waits for it in C++ should not need another thread
+        else:  # at once: a waiting C++ thread should not need another thread
             future.settle()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
