@@ -8,8 +8,7 @@ A *stamp* is a moment in the training thread's or lane's work. On the host it is
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -19,7 +18,6 @@ import numpy.typing as npt
 from wfbp import native
 from wfbp.comm.arrays import Buffer, zeroed
 from wfbp.comm.backend import Backend, Work
-from wfbp.config import Config
 
 Stamp = Any
 Dependencies = Sequence[Any]
@@ -176,45 +174,3 @@ class Memory:
     def clock(self, begun: Stamp, done: Stamp) -> Callable[[Stamp], float]:
         """Return a function from a step's stamps to seconds, once the step is done; 0 stays 0."""
         return float
-
-
-class Attachment(ABC):
-    """What a runtime keeps, for the memory of its lanes, until it ends."""
-
-    @abstractmethod
-    def close(self, lanes: Collection[int] | None = None) -> None:
-        """Close what belongs to these lanes, or everything; collective."""
-
-    @abstractmethod
-    def give_up(self) -> None:
-        """Stop waiting for other ranks."""
-
-
-class Owner(Protocol):
-    """The runtime that memory is made for."""
-
-    config: Config
-    where: str
-    thread: Any
-    attached: list[Attachment]
-
-    def check(self) -> None:
-        """Raise the error that has ended the runtime, if any."""
-
-    def check_measurement(self, label: str, waited_s: float) -> None:
-        """Raise if waiting for other ranks is hopeless."""
-
-    def number_of(self, lane_backend: Backend) -> int:
-        """The number of a lane's backend, the same on every rank."""
-
-
-Call = Callable[[Callable[[Any], Work[Any]], str], Any]
-"""Runs one collective on a channel's backend, with a label."""
-
-Place = Callable[[Owner, Backend, Call], Memory]
-"""Where a lane's tensors are: makes the memory of a lane on this backend; a collective."""
-
-
-def on_host(owner: Owner, backend: Backend, call: Call) -> Memory:
-    """The place of tensors in the host's memory."""
-    return Memory(backend, owner.config.zero_copy_min_bytes)

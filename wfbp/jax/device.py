@@ -14,7 +14,7 @@ import numpy as np
 
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.links import OnDevice
-from wfbp.comm.memory import Place, on_host
+from wfbp.comm.places import Place, on_host
 from wfbp.cuda.cupy_device import CupyDevice, check_local_rank, count_devices
 from wfbp.errors import WfbpError
 from wfbp.runtime import process

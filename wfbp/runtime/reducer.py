@@ -11,7 +11,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from wfbp.comm.memory import Place, Stamp, on_host
+from wfbp.comm.memory import Stamp
+from wfbp.comm.places import Place, on_host
 from wfbp.core.cost import Costs
 from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError

@@ -11,8 +11,8 @@ import torch
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.links import OnDevice
-from wfbp.comm.memory import Place
-from wfbp.comm.memory import on_host as host_place
+from wfbp.comm.places import Place
+from wfbp.comm.places import on_host as host_place
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.cupy_device import check_local_rank
 from wfbp.runtime import process

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from wfbp.comm.memory import on_host
+from wfbp.comm.places import on_host
 from wfbp.errors import NotInitializedError
 from wfbp.runtime import process
 from wfbp.torch import tensors
