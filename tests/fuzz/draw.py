@@ -363,7 +363,9 @@ class _Drawing:
         ]
         do = "passes" if self.declared and self.likely(0.15) else chance.choice(_ACTS)
         own_acts = {"swapping": "swap", "scaled": "scale"}
-        if about.kind in own_acts and self.likely(0.5):
+        # Ranks with gradients would wait in such a method for those without.
+        uneven = any(part.when in _BY_RANK for part in self.layers)
+        if about.kind in own_acts and not uneven and self.likely(0.5):
             do = own_acts[about.kind]
         act = replace(act, do=do)
         kinds = {part.kind for part in self.layers}

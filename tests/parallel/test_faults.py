@@ -24,7 +24,7 @@ DECOUPLED = (
 
 def ended(n: int, *case: object, **options: Any) -> Outcome:
     """The job ended by itself, long before its time limits (600 s), and not well."""
-    kind = "torch" if {"torch", "decoupled"} & set(case) else None
+    kind = "torch" if {"torch", "decoupled", "method"} & set(case) else None
     found = outcome("faults", n, *case, timeout=100, preloaded=kind, **options)
     assert found.run.rc not in (0, None), found.run
     return found
@@ -127,6 +127,12 @@ def test_a_rank_that_stops_stepping(mpi: str, who: int) -> None:
         "step 3: all-reduce of group 1 of 6" in c["text"] for c in found.ranks if c is not None
     )
     assert f"rank {who}: reducer, step 3: nothing posted yet" in found.run.stderr
+
+
+def test_a_method_waits_for_a_rank_without_gradients() -> None:
+    text = ended(2, "sleep", "method", 0, env=GRACE).ranks[1]["text"]
+    assert "rank 0: Own, step 0: nothing posted yet" in text
+    assert "This rank called swap(), which averages its new gradients first" in text
 
 
 @pytest.mark.parametrize("place", ["reduce", "wrap"])

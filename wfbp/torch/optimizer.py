@@ -16,7 +16,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from wfbp.core.types import Op
-from wfbp.errors import DisagreementError
+from wfbp.errors import DisagreementError, StallError
 from wfbp.runtime import signals
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.runtime import Runtime
@@ -86,7 +86,9 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
     ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` are those of any optimizer;
     every rank steps and loads alike, any rank may take the ``state_dict()`` alone. All other
-    attributes are those of the optimizer that it was made of, which stays as it is.
+    attributes are those of the optimizer that it was made of, which stays as it is. A method that
+    its class adds, such as ``first_step()``, averages new gradients before it runs: every rank must
+    call it, and all ranks or none must have gradients.
 
     Example:
         >>> import torch, wfbp.torch as wfbp
@@ -218,7 +220,15 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             sync.make_state_whole()
             if sync.open:
                 # A rank without gradients continues, and would meet this step in its next call.
-                sync.synchronize(place=1 + zlib.crc32(method.__name__.encode()) % _NUM_PLACES)
+                place = 1 + zlib.crc32(method.__name__.encode()) % _NUM_PLACES
+                try:
+                    sync.synchronize(place)
+                except StallError as error:
+                    raise StallError(
+                        f"{error} This rank called {method.__name__}(), which averages its new "
+                        "gradients first; a rank without any does not wait there. Call it after "
+                        "step() or zero_grad(), or with gradients on every rank"
+                    ) from error
                 self._wfbp_sync_state = SyncState.OWN_METHOD
         return method(*args, **kwargs)
 

@@ -152,6 +152,22 @@ def with_torch(deed: Callable[[], None]) -> None:
         optimizer.step()
 
 
+def while_others_call_a_method(deed: Callable[[], None]) -> None:
+    """A method of the optimizer's own, which averages gradients that one rank does not have."""
+    import torch
+
+    import wfbp.torch
+
+    class Own(torch.optim.SGD):
+        def swap(self) -> None: ...
+
+    model = torch.nn.Linear(3, 4)
+    optimizer = wfbp.torch.DistributedOptimizer(Own(model.parameters(), lr=0.1))
+    deed()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.swap()
+
+
 def while_others_join(deed: Callable[[], None]) -> None:
     """With two optimizers, of which each waits in a thread of its own."""
     import torch
@@ -202,6 +218,7 @@ PLACES = {
     "sleep": while_others_sleep,
     "finish": while_others_finish,
     "torch": with_torch,
+    "method": while_others_call_a_method,
     "join": while_others_join,
     "decoupled": behind_a_decoupled_step,
     "thread": in_a_thread,
