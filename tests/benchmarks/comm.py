@@ -275,12 +275,12 @@ def cpu_shares(comm: MPI.Comm, backend: MpiBackend) -> dict[str, float]:
     """Share of a core that the communication thread takes, on the rank where it takes most."""
     runtime = Runtime(backend, Config())
     try:
-        runtime.exchange(b"", "start")
+        runtime.channel.exchange(b"", "start")
         idle = _share(lambda: time.sleep(LATE_S))
-        runtime.exchange(b"", "start")
+        runtime.channel.exchange(b"", "start")
         if comm.rank == 0:
             time.sleep(LATE_S)
-        late = _share(lambda: runtime.exchange(b"", "late"))
+        late = _share(lambda: runtime.channel.exchange(b"", "late"))
     finally:
         runtime.shutdown()
     shares = comm.allgather((idle, late if comm.rank else 0.0))

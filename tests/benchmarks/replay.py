@@ -153,7 +153,7 @@ def replay(
             _iterate(engine, trace, tensors)
             times = [_iterate(engine, trace, tensors) for _ in range(iterations)]
         report = engine.report()
-        plan = engine.plan
+        plan = engine.tuner.plan
     finally:
         runtime.shutdown()
     name = report["schedule"]

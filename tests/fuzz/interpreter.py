@@ -67,10 +67,15 @@ class Run:
         program: what to run.
         rank: of the job, or None for the reference.
         refused: steps that the job was refused, for the reference to leave out.
+        shaken: change parameters by some rounding errors, by chance from this seed.
     """
 
     def __init__(
-        self, program: Program, rank: int | None, refused: Iterable[tuple[int, int]] = ()
+        self,
+        program: Program,
+        rank: int | None,
+        refused: Iterable[tuple[int, int]] = (),
+        shaken: int | None = None,
     ) -> None:
         self.program = program
         self.parallel = rank is not None
@@ -92,6 +97,8 @@ class Run:
         torch.manual_seed(program.seed + (self.rank if spread else 0))
         count = 1 + max(part.model for part in program.layers)
         self.models = [Network(program, m) for m in range(count)]
+        if shaken is not None:
+            _shake(self.models, shaken)
         self._hook_all(late=False)
         self.lists = [list(m.parameters()) for m in self.models]
         self.plain: list[torch.optim.Optimizer] = []
@@ -827,24 +834,56 @@ def tolerance(program: Program) -> float:
 
 def difference(run: Run, reference: Run) -> str:
     """How a rank's observations differ from the reference's; empty where they do not."""
+    return _first_difference(run, reference)[1]
+
+
+def rounding_decides(run: Run, reference: Run) -> bool:
+    """Whether some rounding errors of the parameters make one process differ from itself as early.
+
+    In bfloat16 a few steps suffice for that; with Rprop, a gradient that is zero but for rounding.
+    """
+    program = reference.program
+    place, _ = _first_difference(run, reference)
+    for seed in range(4):
+        shaken = Run(program, None, reference.refused, shaken=seed)
+        shaken.run()
+        if _first_difference(shaken, reference)[0] <= place:
+            return True
+    return False
+
+
+def _shake(models: Iterable[nn.Module], seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in (p for model in models for p in model.parameters()):
+            if param.dtype.is_floating_point or param.dtype.is_complex:
+                far = 2 if param.dtype is torch.bfloat16 else 64
+                by = torch.randint(-far, far + 1, param.shape, generator=chance)
+                param.mul_(1 + by.double() * torch.finfo(param.dtype).eps)
+
+
+def _first_difference(run: Run, reference: Run) -> tuple[int, str]:
+    """The number of the first observation that differs (of all, if none), and how."""
     limit = tolerance(run.program)
     labels = [label for label, _ in run.seen], [label for label, _ in reference.seen]
     if labels[0] != labels[1]:
-        return f"observed {labels[0]}, in one process {labels[1]}"
-    for (label, found), (_, expected) in zip(run.seen, reference.seen, strict=True):
+        return 0, f"observed {labels[0]}, in one process {labels[1]}"
+    pairs = enumerate(zip(run.seen, reference.seen, strict=True))
+    for number, ((label, found), (_, expected)) in pairs:
         if len(found) != len(expected):
             more, less = set(_names(found)), set(_names(expected))
             return (
+                number,
                 f"{label}: {sorted(more - less)} which one process lacks; "
-                f"{sorted(less - more)} which only one process has"
+                f"{sorted(less - more)} which only one process has",
             )
         path = ""
         for n, (a, b) in enumerate(zip(found, expected, strict=True)):
             problem = _differs(a, b, limit)
             if problem:
-                return f"{label}{path or f' [{n}]'}: {problem}"
+                return number, f"{label}{path or f' [{n}]'}: {problem}"
             path = a if isinstance(a, str) else ""
-    return ""
+    return len(run.seen), ""
 
 
 def _names(values: list[Any]) -> list[str]:

@@ -23,7 +23,7 @@ import torch
 from mpi4py import MPI
 
 import wfbp.torch as wfbp
-from tests.fuzz.interpreter import Run, difference
+from tests.fuzz.interpreter import Run, difference, rounding_decides
 from tests.fuzz.program import Program, loads
 from tests.parallel.programs.harness import freeze_imports
 from wfbp.config import Config
@@ -157,7 +157,8 @@ def compared(run: Run) -> str:
         reference.run()
     except Exception:
         return f"reference: {reference.place}: {traceback.format_exc()}"
-    return difference(run, reference)
+    problem = difference(run, reference)
+    return "" if problem and rounding_decides(run, reference) else problem
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.fuzz.draw import draw
 from tests.fuzz.driver import reductions, run_job
-from tests.fuzz.interpreter import Run, difference
+from tests.fuzz.interpreter import Run, difference, rounding_decides
 from tests.fuzz.program import Layer, Optimizer, Program, Step, dumps, loads, size_of
 
 CASES = sorted(Path(__file__).with_name("cases").glob("*.json"))
@@ -90,6 +91,23 @@ def test_another_program_is_noticed(other: Program) -> None:
     different = Run(other, None)
     different.run()
     assert difference(run, different)
+
+
+def test_a_wrong_result_in_bfloat16_is_no_rounding() -> None:
+    half = replace(PLAIN, dtype="bfloat16")
+    run, reference, wrong = (Run(p, None) for p in (half, half, replace(half, seed=4)))
+    for one in (run, reference, wrong):
+        one.run()
+    shaken = Run(half, None, shaken=1)
+    shaken.run()
+    assert not difference(run, reference)
+    assert any(
+        isinstance(a, torch.Tensor) and not torch.equal(a, b)
+        for (_, found), (_, expected) in zip(shaken.seen, reference.seen, strict=True)
+        for a, b in zip(found, expected, strict=True)
+    )
+    assert difference(wrong, reference)
+    assert not rounding_decides(wrong, reference)
 
 
 @pytest.mark.parallel

@@ -11,6 +11,7 @@ import numpy as np
 from tests.support.software_device import SoftwareDevice
 from tests.support.trainer import address, make_engine
 from wfbp.comm.arrays import storage_dtype
+from wfbp.comm.device.links import OnDevice
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.runtime import Runtime
@@ -69,7 +70,9 @@ class DeviceTrainer:
         self.params = [np.zeros(spec.nbytes, np.uint8) for spec in specs]
         self.told: list[tuple[str, Array, float | None]] = []
         with device.on(self.main):
-            self.engine = make_engine(runtime, specs, device=device, fetch=self._fetch, **options)
+            self.engine = make_engine(
+                runtime, specs, place=OnDevice(device), fetch=self._fetch, **options
+            )
 
     def _fetch(self, index: int) -> GradientRef | None:
         grad = self.grads[index]

@@ -25,7 +25,7 @@ _HEAD = '''"""Written by ``python -m tests.support.stubs``: do not edit."""
 
 {imports}
 from wfbp.core.types import Op
-from wfbp.runtime.collectives.operations import Handle
+{operators}from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 '''
 
@@ -51,6 +51,8 @@ T = TypeVar("T", npt.NDArray[Any], torch.Tensor, jax.Array)
 Numbers: TypeAlias = float | Sequence[Any] | np.generic
 """
 
+_HOROVOD = "from wfbp.horovod.torch.operands import HorovodOp\n"
+
 _TORCH = """from wfbp.torch.compression import Compression, Compressor
 
 def sparse_allreduce_async(
@@ -67,6 +69,7 @@ def stub_of(module: str) -> str:
     functions = vars(importlib.import_module(module))
     is_top = module == "wfbp.collectives"
     head = _HEAD.replace("{imports}\n", _TOP if is_top else _TORCH_IMPORTS)
+    head = head.replace("{operators}", _HOROVOD if "horovod" in module else "")
     parts = [head + (_T if is_top else _TORCH)]
     for name, form in FORMS.items():
         parts += _declarations(form, functions[name], is_top)
@@ -142,6 +145,7 @@ def _shown(default: object) -> str:
 STUBS = {
     "wfbp.collectives": PACKAGE / "collectives.pyi",
     "wfbp.torch.collectives": PACKAGE / "torch" / "collectives.pyi",
+    "wfbp.horovod.torch.collectives": PACKAGE / "horovod" / "torch" / "collectives.pyi",
 }
 
 if __name__ == "__main__":

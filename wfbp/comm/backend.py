@@ -21,6 +21,8 @@ from wfbp.core.types import Op
 
 T = TypeVar("T")
 
+PROBE_LIMIT = 16 << 20
+
 
 class Segment(NamedTuple):
     """Part of a collective's buffer whose data are in separate memory, and are sent without a copy.
@@ -108,6 +110,14 @@ class Backend(ABC):
         """Zeroed uint8 memory that this backend's collectives prefer. Pass such a buffer to a
         collective on all ranks or on none."""
         return zeroed(nbytes)
+
+    def probe_limit(self) -> int:
+        """Bytes of the largest message worth measuring on this rank: larger ones take memory and
+        time, and cost in proportion."""
+        return PROBE_LIMIT
+
+    def trim(self) -> None:  # noqa: B027 - nothing, unless freed memory is kept
+        """Give memory that no buffer uses back to the system."""
 
     def copies_segments(self, buffer: Buffer) -> bool:
         """Whether an all-reduce of this buffer copies segments in and results out. If so, segments

@@ -26,10 +26,9 @@ def real_dtype(dtype: str) -> str:
 
 
 class Op(enum.Enum):
-    """How the ranks' contributions are combined.
+    """How the ranks' contributions are combined, element by element.
 
-    AVERAGE divides the sum by the number of ranks; for integers it truncates toward zero. ADASUM is
-    not computed element by element: only a named all-reduce supports it.
+    AVERAGE divides the sum by the number of ranks; for integers it truncates toward zero.
     """
 
     SUM = "sum"
@@ -37,7 +36,6 @@ class Op(enum.Enum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
-    ADASUM = "adasum"
 
     def __str__(self) -> str:
         """As programs write it."""
@@ -45,7 +43,7 @@ class Op(enum.Enum):
 
     def check_dtype(self, dtype: str) -> None:
         """Raise ``ValueError`` for complex numbers that cannot be combined as pairs of reals."""
-        if dtype in _PARTS and self not in (Op.AVERAGE, Op.SUM, Op.ADASUM):
+        if dtype in _PARTS and self not in (Op.AVERAGE, Op.SUM):
             raise ValueError(f"op is {self}; {dtype} is combined by {Op.AVERAGE} or {Op.SUM}")
 
 

@@ -137,7 +137,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Put averages into ``p.grad``; the following step uses them unchanged."""
         for prepared in self._optimizers:
             prepared.optimizer.synchronize()
-            prepared.optimizer._wfbp_synchronized = False  # no program for Horovod called it
 
     # Accelerate's interface; tensors may be in lists, tuples and dicts.
 

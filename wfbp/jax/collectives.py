@@ -36,7 +36,7 @@ class Collective:
 
     kind: Kind
     name: str | None = None
-    op: Op | None = None
+    op: Op = Op.AVERAGE
     root_rank: int | None = None
     rows: tuple[int, ...] = ()
 
@@ -119,7 +119,7 @@ def _jvp(primals: Any, tangents: Any, *, collective: Collective) -> Any:
     (primal,), (tangent,) = primals, tangents
     if collective.op not in LINEAR:
         raise ValueError(
-            f"{collective.op.name.title()} over ranks has no gradient; expected Average or Sum. "  # type: ignore[union-attr]
+            f"{collective.op.name.title()} over ranks has no gradient; expected Average or Sum. "
             "If none is wanted, pass jax.lax.stop_gradient(x)"
         )
     result = _primitive.bind(primal, collective=collective)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import ctypes
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import jax
+import numpy as np
 
 from wfbp.comm.device.device import Device, Event
+from wfbp.comm.device.links import OnDevice
+from wfbp.comm.places import Place, on_host
 from wfbp.cuda.cupy_device import CupyDevice, check_local_rank, count_devices
 from wfbp.errors import WfbpError
 from wfbp.runtime import process
+
+Copy = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
+"""Copies memory: addresses of targets and sources, and their bytes."""
 
 
 class XlaStreams(Device):
@@ -91,30 +98,87 @@ class XlaDevice(XlaStreams, CupyDevice):
             self.copy_bytes(*copy, self.current_stream())
 
 
-def check_device(device: XlaStreams | None, place: tuple[int, int, int] | None) -> None:
-    """Raise ``WfbpError`` if a step does not run on the device whose gradients are exchanged."""
-    expected = "the CPU" if device is None else f"GPU {device.index}"
-    actual = "the CPU" if place is None else f"GPU {place[0]}"
-    if actual != expected:
-        raise WfbpError(
-            f"a step runs on {actual}, and wfbp.jax exchanges gradients of {expected}. Run steps "
-            "on the first of JAX's devices: wfbp.jax.set_local_device() makes this rank's GPU the "
-            "only one, JAX_PLATFORMS=cpu the CPU"
+HandlerPlace = tuple[int, int, int] | None
+"""Where a handler of XLA was called: the GPU's number, stream and event; None on the CPU."""
+
+
+class OnCpu:
+    """Programs that run on the CPU, and the place of their gradients."""
+
+    name = "the CPU"
+    place: Place = staticmethod(on_host)
+
+    def __init__(self, handlers: Any) -> None:
+        self.copy: Copy = handlers.copy
+
+    def check(self, place: HandlerPlace) -> None:
+        """Raise ``WfbpError`` if a step does not run where gradients are exchanged."""
+        actual = "the CPU" if place is None else f"GPU {place[0]}"
+        if actual != self.name:
+            raise WfbpError(
+                f"a step runs on {actual}, and wfbp.jax exchanges gradients of {self.name}. Run "
+                "steps on the first of JAX's devices: wfbp.jax.set_local_device() makes this "
+                "rank's GPU the only one, JAX_PLATFORMS=cpu the CPU"
+            )
+
+    def at(self, place: HandlerPlace) -> AbstractContextManager[None]:
+        """A context in which this thread's work is ordered at the place of a handler's call."""
+        return nullcontext()
+
+    def stock(self, count: int) -> None:
+        """Give the handlers what ``count`` more announcements need."""
+
+    def reduce_now(
+        self,
+        gradients: Sequence[Any],
+        key: int,
+        reduce: Callable[[int, Sequence[int], Sequence[int]], None],
+    ) -> list[Any]:
+        """Reduce JAX's arrays outside of a compiled program; ``reduce`` takes an exchange's key,
+        and addresses of arguments and results."""
+        arrays = [np.asarray(gradient, order="C") for gradient in gradients]
+        results = [np.empty_like(array) for array in arrays]
+        addresses = [[a.__array_interface__["data"][0] for a in each] for each in (arrays, results)]
+        reduce(key, *addresses)
+        return [jax.numpy.asarray(result) for result in results]
+
+
+class OnGpu(OnCpu):
+    """Programs that run on a GPU."""
+
+    def __init__(self, handlers: Any, device: XlaStreams) -> None:
+        self._handlers, self._device = handlers, device
+        self.name, self.copy, self.place = f"GPU {device.index}", device.move, OnDevice(device)
+
+    def at(self, place: HandlerPlace) -> AbstractContextManager[None]:
+        assert place is not None
+        _, stream, handle = place
+        return self._device.at(stream, self._device.recorded(handle) if handle else None)
+
+    def stock(self, count: int) -> None:
+        self._handlers.stock(self._device.recorder, self._device.lend(count))
+
+    def reduce_now(self, gradients: Sequence[Any], key: int, reduce: Any) -> list[Any]:
+        call = jax.ffi.ffi_call(
+            "wfbp_wait",
+            [jax.ShapeDtypeStruct(gradient.shape, gradient.dtype) for gradient in gradients],
+            input_output_aliases={k: k for k in range(len(gradients))},
         )
+        return list(call(*gradients, exchange=np.int64(key)))
 
 
-def programs_device() -> XlaStreams | None:
-    """The device of this process's programs, None for the CPU; ``WfbpError`` if it is not CUDA."""
+def programs_site(handlers: Any) -> OnCpu:
+    """Where this process's programs run; ``WfbpError`` if that is neither CPU nor CUDA."""
     platform = jax.default_backend()
     if platform == "cpu":
-        return None
+        return OnCpu(handlers)
     first = jax.local_devices()[0]
     if platform not in ("gpu", "cuda") or "rocm" in first.client.platform_version.lower():
         raise WfbpError(
             "wfbp.jax exchanges gradients of programs on CPUs and on NVIDIA's GPUs; JAX runs them "
             f"on {first.device_kind} ({platform}). Set JAX_PLATFORMS=cpu"
         )
-    return XlaDevice(first.local_hardware_id)
+    return OnGpu(handlers, XlaDevice(first.local_hardware_id))
 
 
 def set_local_device() -> jax.Device:

@@ -12,7 +12,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -25,7 +24,7 @@ from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.jax import native
-from wfbp.jax.device import XlaStreams, check_device, programs_device
+from wfbp.jax.device import HandlerPlace, OnCpu, programs_site
 from wfbp.runtime import consistency, process, signals
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
@@ -146,7 +145,7 @@ class GradientExchange:
             slots = reducer.synchronize(targets=outputs)
             if reducer.num_installed != self._num_installed:
                 self._num_installed = reducer.num_installed
-                self._expect(early_groups(reducer.plan, reducer.specs))
+                self._expect(early_groups(reducer.tuner.plan, reducer.specs))
             rest = [
                 (to, slot.address, spec.nbytes)
                 for to, slot, spec in zip(outputs, slots, self._specs, strict=True)
@@ -204,7 +203,7 @@ def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
 
 
 class ExchangeRegistry:
-    """Exchanges by key, on ``device`` (None: the CPU).
+    """Exchanges by key, of programs that run on ``site``.
 
     Ranks compile programs in any order, and independent steps may reach their first waits in a
     different order on each rank. So ranks tell each other in the first wait which exchange they
@@ -214,9 +213,9 @@ class ExchangeRegistry:
     held while a reducer is made, which waits for other ranks.
     """
 
-    def __init__(self, handlers: Any, device: XlaStreams | None = None) -> None:
+    def __init__(self, handlers: Any, site: OnCpu) -> None:
         self._native = handlers
-        self.device = device
+        self.site = site
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._descriptions: dict[int, ExchangeDescription] = {}
@@ -237,7 +236,7 @@ class ExchangeRegistry:
             known = description.key in self._descriptions
             self._descriptions[description.key] = description
         if not known:
-            self._stock(2 * len(description.specs))
+            self.site.stock(2 * len(description.specs))
         return description.key
 
     def reduce(self, key: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
@@ -266,15 +265,15 @@ class ExchangeRegistry:
         key: int,
         inputs: Sequence[int],
         outputs: Sequence[int],
-        place: tuple[int, int, int] | None,
+        place: HandlerPlace,
     ) -> None:
         """Reduce a program's gradients, which exist at ``place``; called on an XLA thread."""
         with self._lock:
             self._take_notes()
             exchange = self._get(key)
-        check_device(self.device, place)
+        self.site.check(place)
         # On a device, results are ordered before later work in the stream of this place.
-        with signals.deferred, self._at(place):
+        with signals.deferred, self.site.at(place):
             exchange.reduce(inputs, outputs)
 
     def _forward_announcements(self) -> None:
@@ -290,26 +289,14 @@ class ExchangeRegistry:
         for key, index, address, place, age_s in notes:
             used += place is not None and place[2] != 0
             try:
-                check_device(self.device, place)
-                with self._at(place):
+                self.site.check(place)
+                with self.site.at(place):
                     time_s = now - age_s if place is None else None
                     self._get(key).announce(index, address, time_s=time_s)
             except WfbpError:
                 continue  # no runtime, or another device; the wait that follows raises it
         if used:
-            self._stock(used)
-
-    def _at(self, place: tuple[int, int, int] | None) -> AbstractContextManager[None]:
-        """A context that puts this thread's work at the stream and event of a handler's call."""
-        if self.device is None or place is None:
-            return nullcontext()
-        _, stream, handle = place
-        return self.device.at(stream, self.device.recorded(handle) if handle else None)
-
-    def _stock(self, count: int) -> None:
-        """Give the handlers events for ``count`` more announcements."""
-        if self.device is not None:
-            self._native.stock(self.device.recorder, self.device.lend(count))
+            self.site.stock(used)
 
     def _get(self, key: int) -> GradientExchange:
         """The exchange of a key, in the current runtime."""
@@ -334,7 +321,7 @@ class ExchangeRegistry:
                 runtime.where,
                 self._lock,
                 functools.partial(self._make, runtime, description),
-                self._native.copy if self.device is None else self.device.move,
+                self.site.copy,
                 functools.partial(self._native.expect, key),
             )
         return known
@@ -365,7 +352,7 @@ class ExchangeRegistry:
                         description.op,
                         name=description.title,
                     ),
-                    device=self.device,
+                    place=self.site.place,
                     fetch=exchange.source,
                     channel=runtime.planning_channel,
                 )
@@ -374,9 +361,9 @@ class ExchangeRegistry:
 
 @functools.cache
 def exchange_registry() -> ExchangeRegistry:
-    """The process's registry; raises errors of :func:`programs_device` and ``native.load``."""
-    device = programs_device()
-    return ExchangeRegistry(native.load(), device)
+    """The process's registry; raises errors of :func:`programs_site` and ``native.load``."""
+    handlers = native.load()
+    return ExchangeRegistry(handlers, programs_site(handlers))
 
 
 def report() -> dict[str, dict[str, Any]]:

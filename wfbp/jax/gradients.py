@@ -127,18 +127,7 @@ def exchange(description: ExchangeDescription, gradients: Sequence[Any]) -> list
     if compiling or any(isinstance(gradient, jax.core.Tracer) for gradient in given):
         return list(_wait.bind(*given, site=description))
     key = registry.add(description)
-    if registry.device is not None:
-        call = jax.ffi.ffi_call(
-            "wfbp_wait",
-            [jax.ShapeDtypeStruct(gradient.shape, gradient.dtype) for gradient in given],
-            input_output_aliases={k: k for k in range(len(given))},
-        )
-        return list(call(*given, exchange=np.int64(key)))
-    arrays = [np.asarray(gradient, order="C") for gradient in given]
-    results = [np.empty_like(array) for array in arrays]
-    addresses = [[a.__array_interface__["data"][0] for a in each] for each in (arrays, results)]
-    registry.reduce(key, *addresses)
-    return [jax.numpy.asarray(result) for result in results]
+    return registry.site.reduce_now(given, key, registry.reduce)
 
 
 def _typed(spec: TensorSpec, gradient: Any) -> Any:

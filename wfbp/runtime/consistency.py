@@ -106,7 +106,7 @@ def check_consistent(runtime: Runtime, call: str, *details: str, private: int = 
     """Raise ``DisagreementError`` unless ranks agree; returns every rank's private number."""
     purpose = f"{call}({', '.join(details)})"
     label = " ".join([call, *details[:1]])
-    return [int(text) for text in runtime.exchange(b"%d" % private, label, purpose)]
+    return [int(text) for text in runtime.channel.exchange(b"%d" % private, label, purpose)]
 
 
 def describe_array(dtype: str, shape: Sequence[int]) -> str:
@@ -170,7 +170,7 @@ def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         if runtime.size > 1:
-            runtime.exchange(json.dumps([_ARGUMENT_ERROR, str(error)]).encode(), call)
+            runtime.channel.exchange(json.dumps([_ARGUMENT_ERROR, str(error)]).encode(), call)
         raise
 
 

@@ -92,10 +92,6 @@ class Lane:
         self._described = plan, self._sequencer
         return self.buffers
 
-    def release(self) -> None:
-        """Let the buffers go; the loop has stopped."""
-        self.buffers.clear()
-
     def advance(self) -> bool:
         memory = self._memory
         memory.poll()

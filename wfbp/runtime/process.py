@@ -141,7 +141,7 @@ def _start_timeline(runtime: Runtime) -> None:
     config, rank = runtime.config, runtime.rank
     path = timeline.rank_file(config.record, rank)
     on_one_host = runtime.local_size == runtime.size
-    offset_s = 0.0 if on_one_host else timeline.clock_offset_s(runtime.exchange)
+    offset_s = 0.0 if on_one_host else timeline.clock_offset_s(runtime.channel.exchange)
     steps, warn = config.record_steps, runtime.warn_once
     try:
         writer = timeline.TraceWriter(path, rank, offset_s=offset_s, steps=steps, warn=warn)
@@ -257,7 +257,7 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
     mine = {name: getattr(runtime.config, name) for name in SHARED}
     mine["record_steps"] = "-".join(map(str, mine["record_steps"]))  # as its variable has it
     payload = json.dumps([describe_error(problem) if problem else "", mine, platform.node()])
-    payloads = [json.loads(p) for p in runtime.exchange(payload.encode(), _LABEL)]
+    payloads = [json.loads(p) for p in runtime.channel.exchange(payload.encode(), _LABEL)]
     if problem is not None:
         _print_once(runtime, problem, [text for text, _, _ in payloads])
         raise problem
@@ -291,7 +291,9 @@ def compare_problem(problem: Exception) -> None:
     """Have a problem at the end of ``init()`` printed once, if all ranks have it."""
     runtime = current("init()")
     try:
-        payloads = runtime.exchange(describe_error(problem).encode(), "init(): comparing errors")
+        payloads = runtime.channel.exchange(
+            describe_error(problem).encode(), "init(): comparing errors"
+        )
     except WfbpError:  # others have none, and went on
         return
     _print_once(runtime, problem, [payload.decode() for payload in payloads])

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from wfbp.comm.memory import Stamp
+from wfbp.comm.places import Place, on_host
 from wfbp.core.cost import Costs
-from wfbp.core.plan import Plan
 from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.runtime import consistency
@@ -54,8 +54,8 @@ class Reducer:
     ``specs``.
 
     Threads: any thread may call :meth:`mark_ready`, one at a time: autograd's of a GPU, or XLA's
-    under the lock of JAX's exchanges. Several at once may call :meth:`await_tensor`, :meth:`flush`
-    and :meth:`publish`. All other methods are for the training thread.
+    under the lock of JAX's exchanges. Several at once may call :meth:`await_tensor` and
+    :meth:`flush`. All other methods are for the training thread.
     """
 
     sparse: Collection[int] = ()
@@ -89,7 +89,7 @@ class Reducer:
         *,
         active: Sequence[bool] | None = None,  # per tensor, whether to expect a gradient
         compared: Mapping[str, Any] = MappingProxyType({}),  # must be equal on every rank
-        device: Any = None,  # of ``wfbp.comm.device``; None for the host
+        place: Place = on_host,  # of the tensors
         fetch: Callable[[int], GradientRef | None] = lambda index: None,
         channel: ControlChannel | None = None,
     ) -> None:
@@ -103,7 +103,7 @@ class Reducer:
         self._fetch = fetch  # for gradients without an event, when the step closes
         chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
         planned = [specs[k] for k in chosen]
-        self._tuner = Tuner(
+        self.tuner = Tuner(
             runtime.config,
             options.schedule,
             options.threshold_bytes,
@@ -125,14 +125,14 @@ class Reducer:
             "decouples": options.decouples,
             "shares the update": options.sharded_update,
             "tensors with gradient": [spec.name for spec in planned],
-            "plan": self._tuner.plan.digest,
+            "plan": self.tuner.plan.digest,
         }
         what = "comparing tensors"
         mine = consistency.encode_specs(self.specs, settings)
         consistency.check_specs(self.who, channel.exchange(mine, f"{name}: {what}", what))
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
             backend, beside = runtime.lease(channel)
-            self._memory = memory = runtime.memory(backend, device, channel)
+            self.memory = memory = place(runtime, backend, channel.call)
         # Separate, because ranks may end the steps of several reducers in different orders.
         self._channel = runtime.channel_on(beside)
         wire = options.wire_dtype, options.gather_dtype
@@ -156,10 +156,10 @@ class Reducer:
         keep_freed_memory()
         self._install()
         runtime.add_lane(lane)
-        runtime.add_user(self)
+        runtime.users.add(self)
         self._record_name = runtime.distinct_name(name)
         recorded = bool(runtime.config.record)
-        self.recorder = Recorder(runtime, self._record_name, self._tuner) if recorded else None
+        self.recorder = Recorder(runtime, self._record_name, self.tuner) if recorded else None
         self._begin(memory.now())
 
     # One step: gradients appear.
@@ -175,7 +175,7 @@ class Reducer:
         self._unplanned: dict[int, GradientRef] = {}
         self.clock.begin(now)
         self._ready = self.clock.ready
-        self._memory.begin(self.profiling)
+        self.memory.begin(self.profiling)
 
     def mark_ready(
         self, index: int, address: int, owner: object, time_s: float | None = None
@@ -189,7 +189,7 @@ class Reducer:
             return
         self._sources[index] = address
         self._owners[index] = owner
-        self._ready[index] = self._memory.produced() if time_s is None else time_s
+        self._ready[index] = self.memory.produced() if time_s is None else time_s
         missing, group = self._missing, self._group_of[index]
         missing[group] = left = missing[group] - 1
         if not left and group == self._num_posted:
@@ -201,7 +201,7 @@ class Reducer:
         group = self._num_posted
         if group >= last:
             return
-        dependencies = self._memory.gradients()
+        dependencies = self.memory.gradients()
         while group < last and not missing[group]:
             # After all writes to the step: the lane may read it from here on.
             self._events.append(GroupReady(step, group, dependencies))
@@ -216,7 +216,7 @@ class Reducer:
 
     def _mark_grown(self, index: int, address: int, owner: object) -> None:
         """A gradient grew after its tensor was ready: it is sent as it is now."""
-        self._ready[index] = self._memory.produced()
+        self._ready[index] = self.memory.produced()
         if self._may_have_left(index):
             self._unplanned[index] = (address, owner)
         else:
@@ -248,7 +248,7 @@ class Reducer:
         """
         if self._closed:
             self._runtime.check()
-        step, tuner = self._step, self._tuner
+        step, tuner = self._step, self.tuner
         all_ready, dependencies = self._take_up_rest()
         self._check_aliases()
         if targets:
@@ -265,7 +265,7 @@ class Reducer:
             give_back_freed_memory()
         if self.decoupled:
             self.flush()
-        done = self._memory.join()
+        done = self.memory.join()
         reduced = self._views_of(result)
         if not all_ready or min(self._due) < 0:
             self._learn_passes()
@@ -285,7 +285,7 @@ class Reducer:
             self._install()
         step.owners = []  # gradients that were sent are no longer needed
         self._detailed = not tuner.installed or bool(self.recorder or self._runtime.timeline)
-        self._memory.timing = self._detailed or self._steps % SAMPLED_STEPS == 0
+        self.memory.timing = self._detailed or self._steps % SAMPLED_STEPS == 0
         self._begin(done)
         return reduced
 
@@ -363,7 +363,7 @@ class Reducer:
         self._num_moves[group] = buffer.num_moves
         for position, index in enumerate(self._members[group]):
             data = buffer.result(position)
-            view = BufferView(data, self._memory.address(data), buffer.whole)
+            view = BufferView(data, self.memory.address(data), buffer.whole)
             self._views[index] = view
             # (Of a tensor without elements the address may be another one's.)
             if view.whole and self.specs[index].numel:
@@ -402,7 +402,7 @@ class Reducer:
             self._discarded.append(step)
             self._number += 1
             self._thread.loop.wakeup.set()
-        self._begin(self._memory.now())
+        self._begin(self.memory.now())
 
     def _withdraw_groups(self) -> bool:
         """Take the step's events back; False if the lane has read any, and may have sent it."""
@@ -420,7 +420,7 @@ class Reducer:
     def _measure(self, result: StepResult, done: Stamp) -> None:
         """Count a step, and let the tuner know what it took."""
         self._steps += 1
-        tuner, timeline, recorder = self._tuner, self._runtime.timeline, self.recorder
+        tuner, timeline, recorder = self.tuner, self._runtime.timeline, self.recorder
         # Without details only the length of the step is used.
         self.clock.finish(self._planned if self._detailed else (), result.times, done)
         counting = not (tuner.measuring or tuner.installed)
@@ -437,13 +437,13 @@ class Reducer:
 
     def _install(self) -> None:
         """Use the tuner's plan from now on; no step is under way."""
-        plan = self._tuner.plan
+        plan = self.tuner.plan
         self.flush()
         number_of, count = self._number_of, len(self.specs)
         self._planned = [number_of[spec] for spec in plan.tensors]
         members = [[self._planned[k] for k in group.tensors] for group in plan.groups]
         num_backward = plan.num_backward
-        costs = self._tuner.message_costs
+        costs = self.tuner.message_costs
         self._buffers = self._lane.install(plan, self._planned, costs)[:num_backward]
         self._members = members[:num_backward]
         with self._arrival_lock:  # another thread may ask meanwhile
@@ -464,13 +464,13 @@ class Reducer:
         self._gather = None
         self.num_installed += 1
         self.clock.forget()
-        if self._tuner.installed:
+        if self.tuner.installed:
             self._newly_installed = True
             for index, group in enumerate(self._gather_of):
                 if group < 0:
                     self._gathered[index] = None
-        self._memory.trim()
-        self.profiling = self._tuner.profiling
+        self.memory.trim()
+        self.profiling = self.tuner.profiling
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, after :meth:`synchronize`; collective."""
@@ -478,7 +478,7 @@ class Reducer:
 
     def _hold_round(self, reduced: list[BufferView | None], wanted: bool) -> bool:
         """Reduce unplanned gradients and tune; whether any rank needs whole ones; collective."""
-        tuner, due = self._tuner, self._tuner.round_due
+        tuner, due = self.tuner, self.tuner.round_due
         mine = {
             "unplanned": sorted(self._unplanned),
             "tuner": tuner.message(),
@@ -495,7 +495,7 @@ class Reducer:
         unplanned = sorted({k for message in messages for k in message["unplanned"]})
         if unplanned:
             views = reduce_now(
-                self._memory,
+                self.memory,
                 self._channel,
                 [self.specs[k] for k in unplanned],
                 [self._unplanned_gradient(k) for k in unplanned],
@@ -529,11 +529,11 @@ class Reducer:
         return address, self._owners[index]
 
     def _measure_costs(self) -> Costs:
-        nbytes, tuner = sum(spec.nbytes for spec in self.specs), self._tuner
+        nbytes, tuner = sum(spec.nbytes for spec in self.specs), self.tuner
         label = f"{self._name}: measuring the network"
         with self._runtime.collective_lock.hold(self._channel, label):
             return self._runtime.measure_costs(
-                nbytes, tuner.operations, tuner.doubts_costs, self._memory.backend, self._channel
+                nbytes, tuner.operations, tuner.doubts_costs, self.memory.backend, self._channel
             )
 
     def _share(self, compute: Callable[[], Any]) -> Any:
@@ -558,13 +558,13 @@ class Reducer:
         self._num_arrived = 0
         sources = addresses if sources is None else sources
         kept = [owners] * len(self.specs)
-        self._gather = Gather(addresses, sources, kept, count, self._memory.updates())
+        self._gather = Gather(addresses, sources, kept, count, self.memory.updates())
         self._post_gather(self._gather)
 
     def gather_rest(self) -> None:
         """Send the groups that :meth:`gather` held back."""
         if self._gather is not None:
-            rest = replace(self._gather, count=None, dependencies=self._memory.updates())
+            rest = replace(self._gather, count=None, dependencies=self.memory.updates())
             self._post_gather(rest)
 
     def _post_gather(self, event: Gather) -> None:
@@ -578,7 +578,7 @@ class Reducer:
         self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
     ) -> list[BufferView | None]:
         """Gather gradients; the views are whole once all have arrived."""
-        memory = self._memory
+        memory = self.memory
         whole = list(reduced)
         addresses, sources = [0] * len(whole), [0] * len(whole)
         for index, view in enumerate(reduced):
@@ -622,33 +622,24 @@ class Reducer:
                 group = min(group, len(self.gather_groups) - 1)
                 if self._num_arrived > group:
                     return
-                start = self._memory.now()
+                start = self.memory.now()
                 label = f"{self._name}: all-gather"
                 time: GroupTime = self._thread.await_reply(self._lane.arrivals, label)
-                self._memory.await_arrival(time.end_s)
+                self.memory.await_arrival(time.end_s)
                 self.clock.gathers.append(time)
-                self.clock.waits.append((start, self._memory.now()))
+                self.clock.waits.append((start, self.memory.now()))
                 self._num_arrived += 1
-
-    def publish(self) -> None:
-        """Order the training thread's device work after this thread's parameter update."""
-        self._memory.publish()
 
     # The whole run.
 
     @property
-    def plan(self) -> Plan:
-        """The plan in use."""
-        return self._tuner.plan
-
-    @property
     def may_decouple(self) -> bool:
         """Whether any plan may leave this rank shards of gradients."""
-        return len(self._tuner.operations) > 1
+        return len(self.tuner.operations) > 1
 
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; see :func:`make_report`."""
-        return make_report(self._tuner, self._steps)
+        return make_report(self.tuner, self._steps)
 
     def close(self) -> None:
         """Stop serving this reducer; collective only in that every rank stops using it."""
@@ -661,7 +652,7 @@ class Reducer:
 
     def release(self) -> None:
         """Release the buffers after communication ends; reduced gradients become invalid."""
-        self._lane.release()
+        self._lane.buffers.clear()
         self._buffers = []
         self._views = [None] * len(self.specs)
         self._gathered = [None] * len(self.specs)

@@ -18,10 +18,7 @@ from weakref import WeakSet
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, Finished, HostBackend
-from wfbp.comm.device.device import Device
-from wfbp.comm.device.links import CONNECTING, DeviceLinks
-from wfbp.comm.device.memory import DeviceMemory
-from wfbp.comm.memory import Memory
+from wfbp.comm.places import Attachment
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
@@ -84,7 +81,7 @@ class Runtime:
         self.library = backend.library
         self._backend = backend
         self._network = NetworkCosts(
-            config.probe_budget_s, self._check_measurement, backend.rank == 0
+            config.probe_budget_s, self.check_measurement, backend.rank == 0
         )
         self._inner: list[Runtime] = []  # of process sets, in the order of making
         self._closed = False
@@ -95,7 +92,8 @@ class Runtime:
         self._lanes: dict[int, LaneProtocol] = {}  # those in use, by the number of their backends
         # Those that cannot be freed at the end: numbers of their process sets and backends.
         self._unfinished: set[tuple[int, int]] = set()
-        self._users: WeakSet[Releasable] = WeakSet()
+        self.users: WeakSet[Releasable] = WeakSet() if within is None else within.users
+        """What is to release its buffers at :meth:`shutdown`."""
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
         self.timeline: TraceWriter | None = None
@@ -116,12 +114,9 @@ class Runtime:
             self.thread, self._loop, self._fetches = within.thread, within._loop, within._fetches
             within._inner.append(self)
         self.collective_lock = CollectiveLock(self.rank)
-        self.devices = DeviceLinks(
-            config, self.where, self._check_measurement, self._loop.advance_lanes
-        )
+        self.attached: list[Attachment] = []
+        """What the memory of lanes has left here, to be closed with the runtime."""
         self.channel = self.channel_on(backend)
-        self.call = self.channel.call
-        self.exchange = self.channel.exchange
         # For lanes made later in a program, when ranks' exchanges may differ in order.
         self.planning_channel = self.channel
         if within is None:
@@ -188,7 +183,7 @@ class Runtime:
         """Combine a buffer over all ranks, in place; it may be anywhere in memory."""
         # Backends send fusion buffers differently, and other ranks may pass other memory.
         foreign = buffer.copy() if self._backend.copies_segments(buffer) else buffer
-        self.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
+        self.channel.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
         if foreign is not buffer:
             buffer[:] = foreign
 
@@ -232,20 +227,6 @@ class Runtime:
         made: Backend = channel.call(lambda backend: Finished(backend.duplicate()), "making a lane")
         return made
 
-    def memory(self, backend: Backend, device: Device | None, channel: ControlChannel) -> Memory:
-        """The memory of a lane on a leased backend; ``device`` None for the host; collective."""
-        if device is None:
-            return Memory(backend, self.config.zero_copy_min_bytes)
-        number = self._number_of(backend)
-        connected = self.devices.backends.get((number, id(device)))
-        if connected is None:
-            assert isinstance(backend, HostBackend)
-            host = backend
-            connected = channel.call(
-                lambda _: Finished(self.devices.connect_lane(number, device, host)), CONNECTING
-            )
-        return DeviceMemory(connected, backend, self.check)
-
     def measure_costs(
         self,
         max_bytes: int,
@@ -263,22 +244,19 @@ class Runtime:
         """From now on any thread may begin a collective, so this rank is never judged."""
         self._loop.watch.other_threads = True
 
-    def add_user(self, user: Releasable) -> None:
-        """Have ``user`` release its buffers at :meth:`shutdown`; held by a weak reference."""
-        (self._within or self)._users.add(user)
-
     def add_lane(self, lane: LaneProtocol) -> None:
         """Serve a lane from now on."""
-        self._lanes[self._number_of(lane.backend)] = lane
+        self._lanes[self.number_of(lane.backend)] = lane
         self.thread.post(lambda: self._loop.add_lane(lane, self.members))
 
     def remove_lane(self, lane: LaneProtocol) -> None:
         """Stop serving a lane, and reuse its backend."""
-        number = self._number_of(lane.backend)
+        number = self.number_of(lane.backend)
         del self._lanes[number]
         self.thread.post(lambda: self._loop.retire_lane(lane, lambda: self._idle.add(number)))
 
-    def _number_of(self, lane_backend: Backend) -> int:
+    def number_of(self, lane_backend: Backend) -> int:
+        """The number of a lane's backend, the same on every rank."""
         return next(k for k, leased in enumerate(self._leased) if leased[0] is lane_backend)
 
     def close(self) -> None:
@@ -286,14 +264,17 @@ class Runtime:
         assert self._within is not None
         self.check()
         label = "closing a process set"
-        self.call(lambda _: Finished(None), label)  # lanes that were removed before are idle now
+        self.channel.call(
+            lambda _: Finished(None), label
+        )  # lanes that were removed before are idle now
         idle = json.dumps(sorted(self._idle)).encode()  # the others have steps that never end
         payloads = self.channel.exchange(idle, label)
         common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
-        self.call(partial(_finished, partial(self.devices.close, common)), label)
+        for attachment in self.attached:
+            self.channel.call(partial(_finished, partial(attachment.close, common)), label)
         for number in sorted(common):
             for backend in self._leased[number]:
-                self.call(partial(_finished, backend.close), label)
+                self.channel.call(partial(_finished, backend.close), label)
         self.thread.call(lambda: _finished(self._backend.close), label, members=self.members)
         self._within._inner.remove(self)
         self._closed = True
@@ -313,7 +294,7 @@ class Runtime:
             )
         self.thread.post(self._give_back if self.thread.error is None else self._give_up)
         if self.thread.stop(timeout_s=self.config.abort_grace_s):
-            for user in self._users:
+            for user in self.users:
                 user.release()
             self._backend.release()
         self._loop.error = self._loop.error or NotInitializedError("an operation after shutdown()")
@@ -358,7 +339,8 @@ class Runtime:
     def _give_back(self) -> None:
         self._loop.closing = True
         for runtime in (self, *self._inner):
-            runtime.devices.close()
+            for attachment in runtime.attached:
+                attachment.close()
             # To free a communicator is a collective: all ranks leave out the same ones.
             for number, backends in enumerate(runtime._leased):
                 if (runtime.members.number, number) not in self._unfinished:
@@ -375,10 +357,11 @@ class Runtime:
     def _give_up(self) -> None:
         """Of lanes that were not failing too: nothing may wait for other ranks at exit."""
         for runtime in (self, *self._inner):
-            runtime.devices.give_up()
+            for attachment in runtime.attached:
+                attachment.give_up()
         self._backend.give_up()
 
-    def _check_measurement(self, label: str, waited_s: float) -> None:
+    def check_measurement(self, label: str, waited_s: float) -> None:
         self._loop.check_measurement(label, waited_s, self.members)
 
 

@@ -14,12 +14,12 @@ from wfbp.torch.compression import Compression
 from wfbp.torch.operands import perform, sparse_allreduce_async
 
 
-def _parameters(form: Form) -> tuple[tuple[str, Any, str], ...]:
+def parameters(form: Form) -> tuple[tuple[str, Any, str], ...]:
+    """Name, default and type of each parameter after the tensor."""
     may_compress = form.waits and not form.in_place
     packed = (("compression", Compression.none, "type[Compressor]"),) * may_compress
     if form.kind is Kind.ALLREDUCE:
-        average, op = ("average", None, "bool | None"), ("op", None, "Op | None")
-        return (average, NAME, *packed, op, *forms.FACTORS, PROCESS_SET)
+        return (NAME, *packed, forms.OP, *forms.FACTORS, PROCESS_SET)
     if form.kind is Kind.REDUCESCATTER:
         return (NAME, *packed, forms.OP, PROCESS_SET, *forms.FACTORS)
     if form.kind is Kind.BROADCAST:
@@ -37,4 +37,4 @@ _EXAMPLES = {
 }
 
 __all__ = [*forms.FORMS, "sparse_allreduce_async"]
-globals().update(forms.make_functions(__name__, _parameters, perform, "", _EXAMPLES))
+globals().update(forms.make_functions(__name__, parameters, perform, "", _EXAMPLES))

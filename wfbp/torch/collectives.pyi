@@ -18,10 +18,9 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]: ...
 def allreduce(
     tensor: torch.Tensor,
-    average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Op | None = None,
+    op: Op = Op.AVERAGE,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -33,7 +32,6 @@ def allreduce(
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
             complex64, complex128, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         compression: element type of floating point in messages.
@@ -61,9 +59,8 @@ def allreduce(
 
 def allreduce_(
     tensor: torch.Tensor,
-    average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: Op = Op.AVERAGE,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -73,7 +70,6 @@ def allreduce_(
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
             complex64, complex128, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
@@ -94,9 +90,8 @@ def allreduce_(
 
 def allreduce_async(
     tensor: torch.Tensor,
-    average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: Op = Op.AVERAGE,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -106,7 +101,6 @@ def allreduce_async(
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
             complex64, complex128, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
@@ -127,9 +121,8 @@ def allreduce_async(
 
 def allreduce_async_(
     tensor: torch.Tensor,
-    average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: Op = Op.AVERAGE,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -139,7 +132,6 @@ def allreduce_async_(
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
             complex64, complex128, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
@@ -161,10 +153,9 @@ def allreduce_async_(
 
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
-    op: Op | None = None,
+    op: Op = Op.AVERAGE,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -176,7 +167,6 @@ def grouped_allreduce(
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
             complex64, complex128, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         compression: element type of floating point in messages.
@@ -198,9 +188,8 @@ def grouped_allreduce(
 
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: Op = Op.AVERAGE,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -210,7 +199,6 @@ def grouped_allreduce_(
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
             complex64, complex128, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
@@ -231,9 +219,8 @@ def grouped_allreduce_(
 
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: Op = Op.AVERAGE,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -243,7 +230,6 @@ def grouped_allreduce_async(
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
             complex64, complex128, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
@@ -265,9 +251,8 @@ def grouped_allreduce_async(
 
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
     name: str | None = None,
-    op: Op | None = None,
+    op: Op = Op.AVERAGE,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -277,7 +262,6 @@ def grouped_allreduce_async_(
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
             complex64, complex128, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is

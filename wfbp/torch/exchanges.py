@@ -66,22 +66,31 @@ def _sum(
     return total.to(param.dtype).to(param.device).coalesce()
 
 
-def compare_hyperparameters(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``DisagreementError`` on every rank unless all have the same.
+def compare_beginnings(
+    reducer: Reducer,
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[torch.Tensor],
+    is_logger: bool,
+) -> None:
+    """Raise ``DisagreementError`` on every rank unless all have the same hyperparameters; warn if
+    their parameters differ, because a program may still make them equal.
 
-    Those for which the optimizer has defaults are compared, as far as they are plain values.
+    Settings for which the optimizer has defaults are compared, as far as they are plain values.
     """
     groups = optimizer.param_groups
-    mine: dict[str, Any] = {"the number of parameter groups": len(groups)}
+    settings: dict[str, Any] = {"the number of parameter groups": len(groups)}
     for number, group in enumerate(groups):
         # An optimizer that never called its base class's constructor has no defaults.
         for key in getattr(optimizer, "defaults", {}):
-            mine[f"{key} of parameter group {number}"] = _plain(group.get(key))
-    payload, what = json.dumps(mine).encode(), "comparing learning rates and the like"
+            settings[f"{key} of parameter group {number}"] = _plain(group.get(key))
+    marks = [zlib.crc32(tensors.raw(tensors.on_host(p)).data) for p in params]
+    payload, what = json.dumps([settings, marks]).encode(), "comparing learning rates and the like"
     by_rank = [json.loads(text) for text in reducer.exchange(payload, what)]
-    for rank, theirs in enumerate(by_rank):
-        for what in {**by_rank[0], **theirs}:
-            first, other = by_rank[0].get(what), theirs.get(what)
+    first_settings = by_rank[0][0]
+    _warn_of_parameters(reducer, [others for _, others in by_rank], is_logger)
+    for rank, (theirs, _) in enumerate(by_rank):
+        for what in {**first_settings, **theirs}:
+            first, other = first_settings.get(what), theirs.get(what)
             if str(first) != str(other):  # as text, because NaN then equals NaN
                 raise DisagreementError(
                     f"{reducer.who}: ranks disagree: {what} is {first} on rank 0 and "
@@ -90,12 +99,11 @@ def compare_hyperparameters(reducer: Reducer, optimizer: torch.optim.Optimizer) 
                 )
 
 
-def compare_parameters(reducer: Reducer, params: Sequence[torch.Tensor], is_logger: bool) -> None:
-    """Warn if ranks begin with different parameters; a program may still make them equal."""
-    marks = [zlib.crc32(tensors.raw(tensors.on_host(p)).data) for p in params]
-    payloads = reducer.exchange(json.dumps(marks).encode(), "comparing parameters")
-    for rank, theirs in enumerate(map(json.loads, payloads)):
-        names = [s.name for s, a, b in zip(reducer.specs, marks, theirs, strict=True) if a != b]
+def _warn_of_parameters(reducer: Reducer, marks: Sequence[Sequence[int]], is_logger: bool) -> None:
+    """Name the first rank whose checksums of parameters differ from rank 0's, if any."""
+    for rank, theirs in enumerate(marks):
+        pairs = zip(reducer.specs, marks[0], theirs, strict=True)
+        names = [spec.name for spec, first, other in pairs if first != other]
         if names and is_logger:
             more = f" and {len(names) - 1} more tensors" * (len(names) > 1)
             log.warning(

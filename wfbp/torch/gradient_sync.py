@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -178,7 +177,7 @@ class OptimizerSync:
         sharded: bool,  # whether ranks update shards of what is decoupled
         local: list[None],  # not empty while backward passes accumulate without being sent
         sparse_as_dense: bool,
-        lenient: bool,  # whether hyperparameters that differ between ranks are a warning
+        on_difference: Callable[[DisagreementError], None],  # of hyperparameters between ranks
         previous: OptimizerSync | None,  # of the same optimizer, on every rank
     ) -> None:
         self.runtime = runtime
@@ -193,13 +192,13 @@ class OptimizerSync:
         self._names = [n for n, _ in named]
         self._params = params = [p for _, p in named]
         self._sparse_as_dense = sparse_as_dense
-        self._lenient = lenient
+        self._on_difference = on_difference
         kind = type(optimizer)
         self._only_sparse = issubclass(kind, torch.optim.SparseAdam)
         specs = [tensors.spec(n, p) for n, p in named]
         sharded = sharded and gives_every_rank_a_shard(specs, runtime.size)
         options = replace(options, sharded_update=sharded)
-        self._reducer = reducer = Reducer(
+        self.reducer = reducer = Reducer(
             runtime,
             specs,
             options,
@@ -210,7 +209,7 @@ class OptimizerSync:
                     f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))
                 ],
             },
-            device=tensors.device_of(name, named),
+            place=tensors.place_of(name, named),
             fetch=_fetcher(weakref.ref(self)),
         )
         # From here on nothing fails, so earlier owners of these parameters may let them go.
@@ -251,12 +250,11 @@ class OptimizerSync:
                 self._hook(index)
         weakref.finalize(self, _remove, self._hooks, reducer, self._forward)
         self._key = registry.add(self)
-        self.report = reducer.report
 
     @property
     def open(self) -> bool:
         """Whether gradients have appeared that no step has taken."""
-        return self._reducer.open or bool(self._sparse or self._unsent)
+        return self.reducer.open or bool(self._sparse or self._unsent)
 
     @property
     def exchanges(self) -> bool:
@@ -273,7 +271,7 @@ class OptimizerSync:
     def _hook(self, index: int) -> None:
         """Announce the parameter's gradient from now on, whenever backward has accumulated it."""
         param = self._params[index]
-        mark_ready = self._reducer.mark_ready
+        mark_ready = self.reducer.mark_ready
         dtype = param.dtype
         count = param.numel() if param.is_contiguous() else -1
         if count == 1 or param.is_complex():
@@ -310,7 +308,7 @@ class OptimizerSync:
     def _announce(self, index: int, grad: torch.Tensor) -> None:
         """Announce a gradient that cannot be sent as it is."""
         if not self._keep_sparse(index):
-            self._reducer.mark_ready(index, *self._source(index, grad))
+            self.reducer.mark_ready(index, *self._source(index, grad))
         self._guard.watch(index, grad)
 
     def source(self, index: int) -> GradientRef | None:
@@ -337,7 +335,7 @@ class OptimizerSync:
         self._sparse.pop(index, None)
         if grad is None or not grad.is_sparse or self._sparse_as_dense:
             return False
-        if self._reducer.may_decouple:
+        if self.reducer.may_decouple:
             raise ValueError(
                 f"{self._name}: the gradient of {self._names[index]} is sparse, and the schedule "
                 "may leave ranks shards of it; make its layer with sparse=False, or pass "
@@ -353,7 +351,7 @@ class OptimizerSync:
         The optimizer needs whole gradients if ``whole`` (equal on every rank), this rank's program
         if ``wanted``. Returns where gradients lie; of a shard, ``p.grad`` is left as it is.
         """
-        reducer = self._reducer
+        reducer = self.reducer
         if self._successor:
             raise RuntimeError(
                 f"{self._name}: another DistributedOptimizer was made of {self._successor}; use "
@@ -423,7 +421,7 @@ class OptimizerSync:
 
         If another rank has a dense gradient, the result is dense.
         """
-        totals = exchanges.sparse_sums(self._reducer, self._params, sparse, self._op is Op.AVERAGE)
+        totals = exchanges.sparse_sums(self.reducer, self._params, sparse, self._op is Op.AVERAGE)
         for index, total in totals.items():
             param = self._params[index]
             if reduced[index] is None or param.grad is None:
@@ -442,12 +440,10 @@ class OptimizerSync:
         if self._compared:
             return
         try:
-            exchanges.compare_parameters(self._reducer, self._params, self.runtime.rank == 0)
-            exchanges.compare_hyperparameters(self._reducer, self.optimizer)
+            is_logger = self.runtime.rank == 0
+            exchanges.compare_beginnings(self.reducer, self.optimizer, self._params, is_logger)
         except DisagreementError as error:
-            if not self._lenient:
-                raise
-            warnings.warn(str(error), stacklevel=2)
+            self._on_difference(error)
         self._compared = True
 
     # Steps.
@@ -457,7 +453,7 @@ class OptimizerSync:
 
         ``wanted``: the program is about to look at all of them.
         """
-        if self._reducer.decoupled:
+        if self.reducer.decoupled:
             self.update.pending.wait_all()
         reduced = self._close(whole=False, wanted=wanted)
         shards = any(slot is not None and not slot.whole for slot in reduced)
@@ -471,16 +467,16 @@ class OptimizerSync:
         """
         self.update.flush()
         if self.held is None:
-            self._reducer.place = place
+            self.reducer.place = place
             try:
                 whole = self._close(whole=True)
             finally:
-                self._reducer.place = 0
+                self.reducer.place = 0
         else:
             self.check_no_new_gradients()
             self._check_clipped()
-            whole = self._reducer.gather_gradients(self.held)
-            self._reducer.flush()
+            whole = self.reducer.gather_gradients(self.held)
+            self.reducer.flush()
             if self._shard_factor is not None:
                 for slot, held, param in zip(whole, self.held, self._params, strict=True):
                     if slot is not None and held is not None and not held.whole:
@@ -488,7 +484,7 @@ class OptimizerSync:
             self._take(whole)
             self._shard_factor = None
             self.held = None
-        return any(slot is not None for slot in whole) or bool(self._reducer.sparse_anywhere)
+        return any(slot is not None for slot in whole) or bool(self.reducer.sparse_anywhere)
 
     def check_no_new_gradients(self) -> None:
         """Raise ``RuntimeError`` if gradients have appeared since they were reduced."""
@@ -507,13 +503,13 @@ class OptimizerSync:
         update, reduced, factor = self.update, self.held, self._shard_factor
         self.held = self._shard_factor = None
         try:
-            if self._alone or not (self._reducer.decoupled or update.sharding is not None):
+            if self._alone or not (self.reducer.decoupled or update.sharding is not None):
                 return self._step_whole()
             return update.apply(reduced, factor)
         finally:
-            if self._reducer.decoupled and self._reducer.profiling:
+            if self.reducer.decoupled and self.reducer.profiling:
                 update.flush()  # nothing travels where compute is measured
-            elif self._reducer.decoupled:
+            elif self.reducer.decoupled:
                 update.pending.wait_for_shared()
 
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
@@ -530,7 +526,7 @@ class OptimizerSync:
             elif param.grad is not None and (self.held is None or slot is not None):
                 whole.append(param.grad._values() if param.grad.is_sparse else param.grad)
         norm, self._shard_factor = clip(
-            self.runtime, self._reducer.exchange, limit, shards, whole, self._alone, factor
+            self.runtime, self.reducer.exchange, limit, shards, whole, self._alone, factor
         )
         if self.held is not None:
             # The optimizer uses the shards: that the program changes p.grad would be in vain.
@@ -565,11 +561,11 @@ class OptimizerSync:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within it gradients are those of a closure, after which ranks combine their losses."""
-        self._reducer.evaluates = True
+        self.reducer.evaluates = True
         try:
             yield
         finally:
-            self._reducer.evaluates = False
+            self.reducer.evaluates = False
 
     def combined_loss(self, loss: Any) -> Any:
         """The loss of all ranks that have one, combined as their gradients are; a collective.
@@ -577,7 +573,7 @@ class OptimizerSync:
         A line search must see the loss of the averaged gradients, the same on every rank. Anything
         but a real number or a tensor of one is returned unchanged.
         """
-        return exchanges.combined_loss(self._reducer, loss, self._op is Op.AVERAGE)
+        return exchanges.combined_loss(self.reducer, loss, self._op is Op.AVERAGE)
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
@@ -587,7 +583,7 @@ class OptimizerSync:
         self._sparse.clear()
         self._unsent.clear()
         if not self._successor:
-            self._reducer.discard()
+            self.reducer.discard()
 
     # State.
 
@@ -629,7 +625,7 @@ class OptimizerSync:
     def _note_joined(self) -> None:
         """If ranks have joined, the others step whole parameters, with whole state, by themselves;
         collective."""
-        joined = self._reducer.joined_ranks
+        joined = self.reducer.joined_ranks
         self._alone = bool(joined)
         if joined:
             self.last_active = next(r for r in range(self.runtime.size) if r not in joined)
@@ -640,7 +636,7 @@ class OptimizerSync:
         self.discard()
         for param in self._params:
             param.grad = None
-        reducer = self._reducer
+        reducer = self.reducer
         reducer.joined = True
         try:
             while True:
@@ -672,7 +668,7 @@ class OptimizerSync:
         self.update.flush()
         self.update.pending.release()
         self._successor = shared
-        _remove(self._hooks, self._reducer, self._forward)
+        _remove(self._hooks, self.reducer, self._forward)
 
     def leave_buffers(self) -> None:
         """Copy ``p.grad`` out of the reducer's memory, which ``shutdown()`` frees."""
@@ -685,7 +681,7 @@ class OptimizerSync:
         """Let the parameters go, because the runtime ends; they are up to date."""
         self.update.pending.release()
         self.leave_buffers()
-        _remove(self._hooks, self._reducer, self._forward)
+        _remove(self._hooks, self.reducer, self._forward)
         registry.remove(self._key)
 
 

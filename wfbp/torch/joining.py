@@ -11,22 +11,15 @@ parameters and the state of the last.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
-from typing import Any
-from weakref import WeakValueDictionary
 
 from wfbp.runtime import process, signals
 from wfbp.runtime.collectives import api
 from wfbp.torch import registry, state
 
-_followers: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers = count()
-
-
-def add_follower(optimizer: Any) -> None:
-    """Have :func:`join` call an optimizer's ``_wfbp_follow_joined()`` at the end, on all ranks."""
-    _followers[next(_numbers)] = optimizer
+at_end: list[Callable[[], None]] = []
+"""What else :func:`join` does on all ranks once all have joined."""
 
 
 @signals.deferring
@@ -54,7 +47,7 @@ def join() -> int:
     operations = api.current("join()")
     if process.size() == 1:
         return operations.join()
-    if _followers or registry.in_use():
+    if at_end or registry.in_use():
         gc.collect()  # what is forgotten on all ranks must be on this one, too
     thread = process.current("join()").thread
     # Those of an earlier runtime may still be held, by a traceback for example.
@@ -73,6 +66,6 @@ def join() -> int:
         root, sync.last_active = sync.last_active, None
         if root is not None:
             state.share(sync.runtime, sync.optimizer, sync.named, root)
-    for optimizer in list(_followers.values()):
-        optimizer._wfbp_follow_joined()
+    for follow_up in at_end:
+        follow_up()
     return last

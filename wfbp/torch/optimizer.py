@@ -6,7 +6,6 @@ from __future__ import annotations
 import enum
 import functools
 import types
-import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from wfbp.core.types import Op
+from wfbp.errors import DisagreementError
 from wfbp.runtime import signals
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.runtime import Runtime
@@ -151,7 +151,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         *,
         sharded: bool,
         sparse_as_dense: bool,
-        lenient: bool,
     ) -> None:
         """Take the original's place; a collective."""
         self._wfbp_original = original
@@ -160,10 +159,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_options = options
         self._wfbp_sharded = sharded
         self._wfbp_sparse_as_dense = sparse_as_dense
-        self._wfbp_lenient = lenient
         self._wfbp_skip = False
         self._wfbp_local: list[None] = []  # one entry per no_sync() that the program is in
-        self._wfbp_synchronized = False  # by synchronize() itself, since the step before
         self._wfbp_sync: OptimizerSync | None = None
         previous = wrapped_of(original)
         self._wfbp_renew(getattr(previous, "_wfbp_sync", None), complete=True)
@@ -185,13 +182,17 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 sharded=self._wfbp_sharded,
                 local=self._wfbp_local,
                 sparse_as_dense=self._wfbp_sparse_as_dense,
-                lenient=self._wfbp_lenient,
+                on_difference=self._wfbp_differs,
                 previous=previous,
             )
         elif previous is not None:
             previous.release()
         self._wfbp_forget_sync()
         self._wfbp_ids = param_ids(self)
+
+    def _wfbp_differs(self, error: DisagreementError) -> None:
+        """Ranks have different hyperparameters or parameters before the first step."""
+        raise error
 
     def _wfbp_check(self, options: ReducerOptions) -> None:
         """Raise unless the gradients of all parameters can be reduced so."""
@@ -251,7 +252,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """
         averaged = self._wfbp_sync is None or self._wfbp_sync.synchronize()
         self._wfbp_sync_state = SyncState.PROGRAM if averaged else SyncState.NO_GRADIENTS
-        self._wfbp_synchronized = averaged
 
     @_operation
     def synchronize_parameters(self) -> None:
@@ -354,7 +354,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if self._wfbp_sync_state is SyncState.SCALER:  # a scaler that has skipped its step
             self._wfbp_sync_state = SyncState.NOBODY
         self._wfbp_reduce()
-        self._wfbp_synchronized = False  # Horovod has no such method
         return self._wfbp_sync.clip_grad_norm_(limit)
 
     @_operation
@@ -399,15 +398,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 self._wfbp_forget_sync()
         if not (self._wfbp_skip and self._wfbp_is_averaged()):
             self._wfbp_reduce()
-            if self._wfbp_synchronized:
-                warnings.warn(
-                    # Programs filter for the words of Horovod's that say what was called.
-                    f"{type(self).__name__}: optimizer.step() called without "
-                    "optimizer.skip_synchronize(), though synchronize() was. Here gradients are "
-                    "not averaged twice, but under Horovod they are: write "
-                    "`with optimizer.skip_synchronize(): optimizer.step()`",
-                    stacklevel=3,
-                )
         else:
             sync.check_no_new_gradients()
         self._wfbp_forget_sync()
@@ -478,7 +468,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def _wfbp_forget_sync(self) -> None:
         """Forget averages that were used, or will not be used."""
         self._wfbp_sync_state = SyncState.NOBODY
-        self._wfbp_synchronized = False
 
     @_operation
     def state_dict(self) -> dict[str, Any]:
@@ -559,12 +548,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if self._wfbp_sync is not None:
             self._wfbp_renew(self._wfbp_sync)
 
-    @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """Names that match parameters across ranks; some programs for Horovod read this."""
-        named = named_params(self, self._wfbp_known, complete=False)
-        return {param: name for name, param in named}
-
     @uncompiled
     def report(self) -> dict[str, Any]:
         """The plan in use, and how training goes; empty with one rank.
@@ -581,7 +564,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
               ``lower_bound_s``, which no plan can beat.
             * ``ratio_to_lower_bound``: T/LB; ``kappa``: interference of communication with compute.
         """
-        return self._wfbp_sync.report() if self._wfbp_sync is not None else {}
+        return self._wfbp_sync.reducer.report() if self._wfbp_sync is not None else {}
 
     @property
     @uncompiled

@@ -68,7 +68,7 @@ process.before_end(_finish)
 def _leave_process_set(runtime: Runtime) -> None:
     """Let its optimizers go, with whole parameters and state; collective among its ranks."""
     mine = {sync.number: sync for sync in in_use(runtime)}
-    payloads = runtime.exchange(json.dumps(list(mine)).encode(), "removing a process set")
+    payloads = runtime.channel.exchange(json.dumps(list(mine)).encode(), "removing a process set")
     # One that is forgotten may still be there on a rank whose interpreter has not collected it.
     common = set.intersection(*(set(json.loads(numbers)) for numbers in payloads))
     for number, sync in mine.items():

@@ -165,7 +165,7 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
     outline = tree_map_only(torch.Tensor, _Slot.of, whole)
     payload = pickle.dumps(outline) if runtime.rank == root else b""
     purpose = f"broadcast_optimizer_state(root_rank={root})"
-    outline = pickle.loads(runtime.exchange(payload, "optimizer state", purpose)[root])
+    outline = pickle.loads(runtime.channel.exchange(payload, "optimizer state", purpose)[root])
     if runtime.rank != root:
         params = (param for group in optimizer.param_groups for param in group["params"])
         here = next((param.device for param in params), torch.device("cpu"))

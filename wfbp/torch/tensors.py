@@ -10,6 +10,9 @@ import torch
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.device.device import Device
+from wfbp.comm.device.links import OnDevice
+from wfbp.comm.places import Place
+from wfbp.comm.places import on_host as host_place
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.cupy_device import check_local_rank
 from wfbp.runtime import process
@@ -162,8 +165,8 @@ def view(data: Buffer, layout: Layout) -> torch.Tensor:
     return shared(data).view(layout.dtype).as_strided(layout.shape, layout.stride)
 
 
-def device_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Device | None:
-    """The device on which all these tensors lie; None for the host.
+def place_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Place:
+    """The place where all these tensors lie.
 
     Raises ``ValueError`` for several devices or other kinds, ``ImportError`` without CuPy.
     """
@@ -176,10 +179,10 @@ def device_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Device | 
         )
     place = next(iter(places), torch.device("cpu"))
     if place.type == "cpu":
-        return None
+        return host_place
     if place.type != "cuda":
         raise ValueError(f"{name}: parameters are on {place}; expected the CPU or a CUDA device")
-    return cuda_device(place.index or 0)
+    return OnDevice(cuda_device(place.index or 0))
 
 
 @functools.cache

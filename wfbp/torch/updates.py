@@ -265,7 +265,7 @@ class Update:
             _outside_modes(lambda: self._step_aliases(indices), self._device)
         finally:
             compiler._is_compiling_flag = flag
-        self._reducer.publish()
+        self._reducer.memory.publish()
 
     def _step_aliases(self, indices: Sequence[int]) -> Any:
         """Step some parameters as the groups were when the step was asked for.

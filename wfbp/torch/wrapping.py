@@ -118,14 +118,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optimizer.step()
     """
+    process.current("DistributedOptimizer()")
+    check_optimizer(optimizer)
     return distribute(
+        DistributedOptimizerBase,
+        api.runtime_of(process_set, "DistributedOptimizer(process_set=...)"),
         optimizer,
         named_parameters,
         compression=compression,
         backward_passes_per_step=backward_passes_per_step,
         op=op,
         sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
         schedule=schedule,
         threshold_bytes=threshold_bytes,
         optimizer_sharding=optimizer_sharding,
@@ -143,6 +146,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def distribute(
+    base: type[DistributedOptimizerBase],
+    runtime: Runtime | None,
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     *,
@@ -150,17 +155,13 @@ def distribute(
     backward_passes_per_step: int,
     op: Op,
     sparse_as_dense: bool,
-    process_set: ProcessSet,
     schedule: str | None,
     threshold_bytes: int | None,
     optimizer_sharding: bool | None,
-    lenient: bool = False,
 ) -> DistributedOptimizerBase:
-    """As :func:`DistributedOptimizer`. ``lenient``: a rank outside the process set steps alone, and
-    hyperparameters that differ between ranks are a warning."""
-    call = "DistributedOptimizer(process_set=...)"
+    """As :func:`DistributedOptimizer`, by a class derived from ``base``; ``runtime`` is None on a
+    rank that steps alone."""
     config = process.current("DistributedOptimizer()").config
-    check_optimizer(optimizer)
     if not isinstance(compression, type) or compression not in COMPRESSED_DTYPES:
         raise ValueError(
             f"compression is {getattr(compression, '__name__', compression)}; expected "
@@ -170,8 +171,6 @@ def distribute(
     sharding = optimizer_sharding
     if not any(sharding is value for value in (True, False, None)):
         raise ValueError(f"optimizer_sharding is {sharding!r}; expected True, False or None")
-    alone = lenient and not process_set.included()
-    runtime = None if alone else api.runtime_of(process_set, call)
     known = None if named_parameters is None else named_pairs(named_parameters)
     name = type(optimizer).__name__
     options = ReducerOptions(
@@ -197,7 +196,7 @@ def distribute(
         # Averages travel in 16 bits; updated parameters could not.
         sharding = not (options.wire_dtype and any(p.element_size() > 2 for p in params))
     kind = type(optimizer)
-    made = type(kind.__name__, (DistributedOptimizerBase, kind), {})
+    made = type(kind.__name__, (base, kind), {})
     wrapped: DistributedOptimizerBase = made(
         runtime,
         optimizer,
@@ -205,7 +204,6 @@ def distribute(
         options,
         sharded=bool(sharding) and not why,
         sparse_as_dense=sparse_as_dense,
-        lenient=lenient,
     )
     return wrapped
 

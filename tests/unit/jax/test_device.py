@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tests.support.software_xla import INDEX, SoftwareXla
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import NotInitializedError, WfbpError
 from wfbp.jax import device, gradients
-from wfbp.jax.device import check_device, programs_device
+from wfbp.jax.device import OnCpu, OnGpu, programs_site
 from wfbp.jax.exchanges import ExchangeDescription, exchange_registry
 from wfbp.runtime import process
 
@@ -47,14 +48,15 @@ def test_a_place_is_one_threads() -> None:
 
 def test_a_step_on_another_device_is_refused() -> None:
     device = SoftwareXla()
-    check_device(device, (INDEX, 1, 0))
-    check_device(None, None)
+    gpu = OnGpu(Mock(), device)
+    gpu.check((INDEX, 1, 0))
+    OnCpu(Mock()).check(None)
     with pytest.raises(
         WfbpError, match=r"runs on GPU 1, .* gradients of GPU 3\. .*set_local_device"
     ):
-        check_device(device, (1, 1, 0))
+        gpu.check((1, 1, 0))
     with pytest.raises(WfbpError, match=r"runs on the CPU, .* gradients of GPU 3"):
-        check_device(device, None)
+        gpu.check(None)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "METAL"])
@@ -83,14 +85,14 @@ def runs_on(monkeypatch: pytest.MonkeyPatch, *gpus: _Gpu) -> None:
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, _Gpu("PJRT C API\nrocm 60300"))
     with pytest.raises(WfbpError, match="on NVIDIA's GPUs; JAX runs them on a GPU"):
-        programs_device()
+        programs_site(Mock())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
 def test_cuda_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, _Gpu("PJRT C API\ncuda 12090"))
     with pytest.raises(ImportError, match=r"pip install 'wfbp\[cuda12\]'"):
-        programs_device()
+        programs_site(Mock())
 
 
 class _Placed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ class RecordingEngine:
         self.during_step: Any = lambda: None
         self.num_installed = 1
         self.specs = SPECS
-        self.plan = Plan("test", SPECS, (Group((2, 0)), Group((1,))))
+        self.tuner = Mock(plan=Plan("test", SPECS, (Group((2, 0)), Group((1,)))))
         self.expected: list[Sequence[int]] = []
 
     def mark_ready(
@@ -113,7 +114,7 @@ def test_what_may_leave_early_is_told_with_every_plan() -> None:
         announce(exchange, 0, 1, 2)
         exchange.reduce([1000, 1001, 1002], OUTPUTS)
         assert engine.expected == [[0, -1, 0]] * told
-    engine.plan = Plan("test", SPECS, engine.plan.groups, overlap=False)
+    engine.tuner.plan = Plan("test", SPECS, engine.tuner.plan.groups, overlap=False)
     engine.num_installed = 3
     announce(exchange, 0, 1, 2)
     exchange.reduce([1000, 1001, 1002], OUTPUTS)

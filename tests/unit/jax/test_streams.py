@@ -16,10 +16,12 @@ from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.software_xla import INDEX, SoftwareXla
 from tests.unit.runtime.test_device_reductions import STEADY, Devices
 from wfbp.comm import probe
+from wfbp.comm.device.links import OnDevice
 from wfbp.comm.memory import Memory
 from wfbp.config import Config
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
+from wfbp.jax.device import OnGpu
 from wfbp.jax.exchanges import ExchangeDescription, ExchangeRegistry, GradientExchange
 from wfbp.runtime import process
 from wfbp.runtime.arguments import ReducerOptions
@@ -74,7 +76,7 @@ class Program:
         self.runtime = runtime
         self.device = device
         self.notes = Notes(device)
-        self.exchanges = ExchangeRegistry(self.notes, device)  # type: ignore[arg-type]
+        self.exchanges = ExchangeRegistry(self.notes, OnGpu(self.notes, device))
         self.stream = device.new_stream()
         self.exchanges._runtime = runtime
         self.exchange = GradientExchange(
@@ -90,7 +92,7 @@ class Program:
             self.runtime,
             SPECS,
             ReducerOptions(self.exchange_schedule, 100, name="test"),
-            device=self.device,
+            place=OnDevice(self.device),
             fetch=self.exchange.source,
         )
 
@@ -267,7 +269,7 @@ def test_a_gradient_that_moved_and_one_without_event(programs: Callable[..., Pro
 def test_events_are_stocked_again() -> None:
     device = SoftwareXla()
     notes = Notes(device)
-    exchanges = ExchangeRegistry(notes, device)  # type: ignore[arg-type]
+    exchanges = ExchangeRegistry(notes, OnGpu(notes, device))
     exchanges.add(REQUEST)
     exchanges.add(REQUEST)
     assert len(notes._stock) == 2 * len(SPECS)

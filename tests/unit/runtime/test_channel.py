@@ -83,7 +83,7 @@ def test_a_lock_whose_holder_fails_is_released() -> None:
                 pytest.raises(DisagreementError),
                 runtime.collective_lock.hold(runtime.channel, "it"),
             ):
-                runtime.exchange(b"", str(runtime.rank))
+                runtime.channel.exchange(b"", str(runtime.rank))
 
     all_well(run_ranks(2, body))
 
@@ -117,7 +117,7 @@ def test_what_was_made_for_planning_is_given_back() -> None:
         runtime.separate_planning()
         backend, closed = runtime.planning_channel._backend, threading.Event()
         backend.close = closed.set  # type: ignore[method-assign]
-        runtime.exchange(b"", "all are here")
+        runtime.channel.exchange(b"", "all are here")
         runtime.shutdown()
         assert closed.wait(60.0)
 

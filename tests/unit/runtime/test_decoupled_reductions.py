@@ -182,9 +182,9 @@ def test_an_engine_that_is_closed_serves_its_gathers_first() -> None:
             updater.step()
         if runtime.rank == 0:
             updater.engine.close()
-            runtime.exchange(b"", "after it")
+            runtime.channel.exchange(b"", "after it")
             return 0.0
-        runtime.exchange(b"", "after it")
+        runtime.channel.exchange(b"", "after it")
         value = updater.read(0)
         assert (value == -8.0).all()
         updater.engine.close()
@@ -222,7 +222,7 @@ def test_gradients_forgotten_behind_a_gather_tell_nothing_of_it(
             if engine.profiling:
                 engine.flush()
             phases.append(engine.report()["phase"])
-        assert len(engine.plan.tensors) == len(specs)
+        assert len(engine.tuner.plan.tensors) == len(specs)
         engine.flush()
     finally:
         runtime.shutdown()
@@ -295,7 +295,7 @@ def test_a_trial_leaves_no_memory_of_gradients_that_its_winner_does_not_gather(
             engine.flush()
             del reduced, slot
         assert "trial" in phases
-        assert engine.plan.schedule == winner
+        assert engine.tuner.plan.schedule == winner
         assert storages
         gc.collect()
         return sum(storage() is not None for storage in storages.values())

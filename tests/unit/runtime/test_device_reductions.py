@@ -300,7 +300,7 @@ def test_a_group_is_packed_while_another_travels() -> None:
     def body(runtime: Runtime) -> None:
         device = devices.of[runtime.rank]
         trainer = DeviceTrainer(runtime, device, make_specs([10, 20, 30]), schedule="layerwise")
-        memory = trainer.engine._memory
+        memory = trainer.engine.memory
         assert isinstance(memory, DeviceMemory)
         for number in range(3):
             network = threading.Event()
@@ -334,7 +334,7 @@ def test_a_discarded_step_is_sent_before_its_buffers_are_packed_again(who: tuple
         device = devices.of[runtime.rank]
         specs = make_specs([10, 20, 30])
         trainer = DeviceTrainer(runtime, device, specs, schedule="layerwise", op=Op.SUM)
-        backend: Any = trainer.engine._memory.backend
+        backend: Any = trainer.engine.memory.backend
         device.enqueue(backend.stream, lambda: networks[runtime.rank].wait(60.0))
         for value in (100.0, 1.0) if runtime.rank in who else (1.0,):
             trainer.zero()
@@ -392,7 +392,7 @@ def test_what_another_stream_updates_is_found_by_the_one_of_the_step() -> None:
             trainer.engine.await_tensor(0)
             device.enqueue(reader, lambda: time.sleep(5e-3))
             device.write(reader, [data], lambda: data.view(np.float64).fill(7.0))
-            trainer.engine.publish()
+            trainer.engine.memory.publish()
         trainer.note(data, 7.0, "the parameter", 0)
         trainer.finish()
 
@@ -463,11 +463,11 @@ def test_groups_and_updates_of_an_installed_plan_are_timed_now_and_then() -> Non
                 seen.append(measured.stamps.done_s > measured.stamps.begun_s > 0)
                 yield measured
 
-        while engine._tuner.phase is not TuningPhase.INSTALLED or len(counts) < 33:
+        while engine.tuner.phase is not TuningPhase.INSTALLED or len(counts) < 33:
             if len(counts) == 32:
                 device.drain()  # then all of them can be read
             trainer.zero()
-            installed = engine._tuner.phase is TuningPhase.INSTALLED
+            installed = engine.tuner.phase is TuningPhase.INSTALLED
             before = device.calls["timed record"]
             engine.clock.mark_update(engine.clock.start_update())
             for k in reversed(range(8)):
@@ -524,10 +524,10 @@ def test_times_come_from_the_device() -> None:
                 device.enqueue(trainer.main, lambda: time.sleep(5e-3))
                 trainer.accumulate(k, 1.0)
             trainer.synchronize([1.0, 1.0], "any step")
-            if trainer.engine._tuner.trace is not None:
+            if trainer.engine.tuner.trace is not None:
                 break
         trainer.finish()
-        trace = trainer.engine._tuner.trace
+        trace = trainer.engine.tuner.trace
         assert trace is not None
         # With each plan, the memory of the one before, and once that of the network's measurement.
         assert device.calls["trim"] == trainer.engine.num_installed + 1 > 2
@@ -543,7 +543,7 @@ def test_staging_is_said_once_per_host(caplog: pytest.LogCaptureFixture) -> None
     def body(runtime: Runtime) -> str:
         for _ in range(2):
             DeviceTrainer(runtime, devices.of[runtime.rank], make_specs([3]))
-        return type(runtime.devices.backends[0, id(devices.of[runtime.rank])]).__name__
+        return type(runtime.attached[0].backends[0, id(devices.of[runtime.rank])]).__name__
 
     with caplog.at_level("WARNING", logger="wfbp"):
         assert all_well(run_ranks(2, body)) == ["StagedBackend"] * 2
@@ -576,7 +576,7 @@ def test_a_failure_on_the_device_ends_the_run(name: str) -> None:
         other = DeviceTrainer(runtime, device, make_specs([5]), schedule="layerwise")
         trainer = DeviceTrainer(runtime, device, make_specs([10]), schedule="layerwise")
         other.engine.close()
-        device.enqueue(trainer.engine._memory.backend.stream, breaks(device))
+        device.enqueue(trainer.engine.memory.backend.stream, breaks(device))
         for _ in range(2000):
             trainer.zero()
             trainer.accumulate(0, 1.0)

@@ -43,7 +43,7 @@ def test_one_rank_alone_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
                     for part, size in zip(parts, sizes, strict=True):
                         np.testing.assert_array_equal(part, size)
             assert runtime.fetch(other, 5, None, "fetching") == {1: ("other", []), 2: ("other", [])}
-        runtime.exchange(b"", "the end")
+        runtime.channel.exchange(b"", "the end")
         runtime.drop_store(store)
 
     all_well(run_ranks(3, body))
@@ -57,13 +57,13 @@ def test_what_is_not_there_is_told() -> None:
             raise RefusalError("has something else")
 
         store.published = 3, refuse
-        runtime.exchange(b"", "published")
+        runtime.channel.exchange(b"", "published")
         if rank == 0:
             with pytest.raises(DisagreementError, match="rank 0 of 2: mine: rank 1 has something"):
                 runtime.fetch(store, 3, None, "mine")
             with pytest.raises(DisagreementError, match="already has version 3 of it, not 2"):
                 runtime.fetch(store, 2, None, "mine")
-        runtime.exchange(b"", "the end")
+        runtime.channel.exchange(b"", "the end")
 
     all_well(run_ranks(2, body))
 
@@ -74,18 +74,19 @@ def test_a_store_is_served_until_all_have_dropped_it() -> None:
         store.published = 1, lambda items: ("kept", [])
         if runtime.rank:
             runtime.drop_store(store)
-        runtime.exchange(b"", "dropped")
+        runtime.channel.exchange(b"", "dropped")
         if runtime.rank == 0:
             assert runtime.fetch(store, 1, None, "mine") == {1: ("kept", [])}
             runtime.drop_store(store)
-        runtime.exchange(b"", "the end")
+        runtime.channel.exchange(b"", "the end")
         released = threading.Event()
         for _ in range(1000):
-            runtime.exchange(b"", "waiting for notices")
+            runtime.channel.exchange(b"", "waiting for notices")
             if store.key not in runtime._fetches._stores:
                 released.set()
             if all(
-                runtime.exchange(bytes([released.is_set()]), "released")[r] == b"\1" for r in (0, 1)
+                runtime.channel.exchange(bytes([released.is_set()]), "released")[r] == b"\1"
+                for r in (0, 1)
             ):
                 return
             threading.Event().wait(0.02)

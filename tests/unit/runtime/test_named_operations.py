@@ -19,7 +19,7 @@ from tests.support.local import LocalWorld
 from tests.support.ranks import QUICK, all_well, run_ranks
 from wfbp.comm.backend import Mailbox
 from wfbp.errors import DisagreementError
-from wfbp.runtime.collectives.arithmetic import adasum, scale
+from wfbp.runtime.collectives.arithmetic import scale
 from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request
 from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, NamedOperation, Outcome
 from wfbp.runtime.collectives.operations import Collectives
@@ -207,16 +207,6 @@ def test_an_answer_on_its_way_is_moved_on_when_the_operation_is_over(
             time.sleep(0.01)
 
     all_well(run_ranks(2, body))
-
-
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel(kind: str) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    dtype = np.dtype(kind) if kind == "float16" else np.dtype(ml_dtypes.bfloat16)
-    rows = np.array([[1, 0, 3], [0, 2, 0], [1, 2, 3], [1, 2, 3]]).astype(dtype)
-    found = adasum([row.view(np.uint16) for row in rows], kind).view(dtype)
-    assert found.astype(float).tolist() == [1.0, 2.0, 3.0]
-    assert adasum([np.zeros(2), np.ones(2)], "float64").tolist() == [1.0, 1.0]
 
 
 def test_integers_scale_in_float64_and_truncate() -> None:

@@ -100,7 +100,7 @@ def test_a_disagreement_is_not_the_end() -> None:
     def body(runtime: Runtime) -> list[bytes]:
         with pytest.raises(DisagreementError):
             check_consistent(runtime, "one" if runtime.rank else "other")
-        return runtime.exchange(b"on", "on")
+        return runtime.channel.exchange(b"on", "on")
 
     assert all_well(run_ranks(2, body)) == [[b"on", b"on"]] * 2
 

@@ -50,7 +50,7 @@ def make_reducer(plan: Plan, wire_dtype: str = "") -> Any:
 
 
 def install(reducer: Any, plan: Plan) -> None:
-    reducer._tuner = Mock(plan=plan)
+    reducer.tuner = Mock(plan=plan)
     reducer._install()
     reducer._begin(0.0)
 

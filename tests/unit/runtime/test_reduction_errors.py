@@ -83,7 +83,7 @@ def test_the_first_error_is_raised_again() -> None:
                 trainer.synchronize()
             texts.append(str(caught.value))
         with pytest.raises(PeerError):
-            runtime.exchange(b"", "more")
+            runtime.channel.exchange(b"", "more")
         return texts
 
     texts = all_well(run_ranks(2, body))[0]

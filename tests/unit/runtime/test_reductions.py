@@ -269,7 +269,7 @@ def test_discarding_waits_for_nobody() -> None:
                 for k in (2, 1, 0):
                     trainer.accumulate(k, 1e6)
                 trainer.zero()
-            assert runtime.exchange(b"x", "talk") == [b"x", b"x"]
+            assert runtime.channel.exchange(b"x", "talk") == [b"x", b"x"]
             for k in (2, 0):
                 trainer.accumulate(k, float(runtime.rank))
             assert trainer.synchronize() == [0.5, None, 0.5]

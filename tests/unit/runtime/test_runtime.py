@@ -36,7 +36,7 @@ def test_collectives_of_several_ranks() -> None:
         buffer = np.full(3, runtime.rank, np.float32)
         runtime.all_reduce(buffer, "float32", Op.SUM, "sum")
         assert buffer.tolist() == [3.0] * 3
-        return runtime.exchange(bytes([runtime.rank]), "names")
+        return runtime.channel.exchange(bytes([runtime.rank]), "names")
 
     assert all_well(run_ranks(3, body)) == [[b"\0", b"\1", b"\2"]] * 3
 
@@ -107,10 +107,10 @@ def test_exchanges_for_different_purposes() -> None:
 
     def body(runtime: Runtime) -> list[bytes]:
         with pytest.raises(DisagreementError) as caught:
-            runtime.exchange(b"", "saving" if runtime.rank == 2 else "loading")
+            runtime.channel.exchange(b"", "saving" if runtime.rank == 2 else "loading")
         told = f"rank {runtime.rank} of 3: ranks called different operations: loading on rank 0, "
         assert str(caught.value).startswith(f"{told}saving on rank 2. Every rank must")
-        return runtime.exchange(b"on", "SGD" if runtime.rank else "sgd", purpose="stepping")
+        return runtime.channel.exchange(b"on", "SGD" if runtime.rank else "sgd", purpose="stepping")
 
     assert all_well(run_ranks(3, body)) == [[b"on"] * 3] * 3
 
@@ -167,7 +167,7 @@ def test_nothing_works_after_shutdown() -> None:
     runtime.shutdown()
     runtime.shutdown()
     with pytest.raises(NotInitializedError, match=r"wfbp\.init\(\)"):
-        runtime.exchange(b"", "late")
+        runtime.channel.exchange(b"", "late")
 
 
 def test_no_notices_are_read_once_the_backend_is_given_back() -> None:
@@ -196,7 +196,7 @@ def test_a_failing_rank_tells_the_others() -> None:
         if runtime.rank == 1:
             runtime.fail_job("ValueError: no data")
             return
-        runtime.exchange(b"", "waiting")
+        runtime.channel.exchange(b"", "waiting")
 
     results = run_ranks(3, body)
     for rank in (0, 2):
@@ -209,7 +209,7 @@ def test_leaving_after_an_error_lets_the_others_leave() -> None:
     def body(runtime: Runtime) -> None:
         if runtime.rank == 0:
             with pytest.raises(PeerError, match="rank 1 has left"):
-                runtime.exchange(b"", "waiting")
+                runtime.channel.exchange(b"", "waiting")
 
     all_well(run_ranks(2, body, Config(timeout_s=300.0), join_s=60.0))
 

@@ -160,7 +160,7 @@ def test_a_measurement_hears_of_a_rank_that_failed() -> None:
 def test_a_measurement_hears_of_a_rank_that_left() -> None:
     results = run_ranks(2, only_rank_0_measures, replace(QUICK, timeout_s=300.0))
     assert isinstance(results[0], PeerError)
-    assert "measuring the network's all_reduce" in str(results[0])
+    assert "measuring the network's" in str(results[0])
 
 
 def test_a_measurement_does_not_wait_for_ever() -> None:
@@ -174,7 +174,7 @@ def test_a_measurement_does_not_wait_for_ever() -> None:
             with pytest.raises(StallError, match="measuring the network's"):
                 runtime.measure_costs(1000)
             with pytest.raises(StallError):  # it has ended the runtime
-                runtime.exchange(b"", "next")
+                runtime.channel.exchange(b"", "next")
         finally:
             over.set()
 
@@ -190,6 +190,6 @@ def test_what_fails_below_a_measurement_is_told(monkeypatch: pytest.MonkeyPatch)
     def body(runtime: Runtime) -> None:
         with pytest.raises(WfbpError, match="the cable is gone"):
             runtime.measure_costs(1000)
-        runtime.exchange(np.zeros(1).tobytes(), "goes on")
+        runtime.channel.exchange(np.zeros(1).tobytes(), "goes on")
 
     all_well(run_ranks(2, body))

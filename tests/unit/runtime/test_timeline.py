@@ -46,7 +46,7 @@ def train(runtime: Runtime, path: Path, window: tuple[int, int]) -> list[float]:
         trainer.synchronize()
     timeline.close()
     runtime.timeline = None
-    measured = trainer.engine._tuner.visit.steps
+    measured = trainer.engine.tuner.visit.steps
     assert trainer.engine.report()["exposed_s"] is not None
     return [step.done_s - step.closed_s + step.waited_s for step in measured]
 
@@ -206,7 +206,7 @@ def test_a_full_disk_is_told_once_for_all_ranks(
         if rank not in has_room:
             timeline._file.close()
             timeline._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-        runtime.exchange(b"", "all have begun")
+        runtime.channel.exchange(b"", "all have begun")
         for _ in range(3):
             timeline.operation("allreduce", "x", time.monotonic(), time.monotonic())
             timeline.flush()
@@ -308,6 +308,8 @@ def test_merged_ranks_are_on_one_clock(tmp_path: Path) -> None:
 
 
 def test_clocks_of_hosts_are_compared() -> None:
-    offsets = all_well(run_ranks(3, lambda runtime: clock_offset_s(runtime.exchange), CONFIG))
+    offsets = all_well(
+        run_ranks(3, lambda runtime: clock_offset_s(runtime.channel.exchange), CONFIG)
+    )
     assert offsets[0] == 0.0
     assert statistics.mean(map(abs, offsets)) < 0.2  # they share a clock

@@ -12,12 +12,16 @@ from itertools import accumulate
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, check_counts
-from wfbp.comm.backend import Backend, Segment, Work
+from wfbp.comm.backend import PROBE_LIMIT, Backend, Segment, Work
 from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
 
 _NAP_S = 10e-6
 _LONG_NAP_S = 100e-6
+
+_LARGEST_PROBE_BYTES = 128 << 20
+_PART_OF_FREE = 4
+"""A measured message takes at most 1/4 of the free memory, but is as large as on the host."""
 
 
 class DeviceWork(Work[None]):
@@ -52,6 +56,13 @@ class DeviceBackend(Backend):
     def packing(self) -> int:
         """The stream for work before collectives: it does not wait for those under way."""
         return self.device.new_stream()
+
+    def probe_limit(self) -> int:
+        part_of_free = self.device.free_bytes() // _PART_OF_FREE
+        return max(PROBE_LIMIT, min(_LARGEST_PROBE_BYTES, part_of_free))
+
+    def trim(self) -> None:
+        self.device.trim()
 
     def follow_packing(self) -> None:
         """Order the next collective after what is enqueued on :attr:`packing` now."""

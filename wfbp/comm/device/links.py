@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from wfbp.comm.backend import HostBackend
+from wfbp.comm.backend import Backend, Finished, HostBackend
 from wfbp.comm.device.backend import DeviceBackend
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.launch_order import LaunchOrder
+from wfbp.comm.device.memory import DeviceMemory
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
+from wfbp.comm.places import Attachment, Call, Owner
 from wfbp.comm.waiting import Check, wait
-from wfbp.config import Config
 from wfbp.errors import BackendError, StallError
 
 CONNECTING = "connecting devices"
@@ -30,21 +31,13 @@ HOST_ID = "NCCL_HOSTID"
 log = logging.getLogger("wfbp")
 
 
-class DeviceLinks:
-    """The device backends of one runtime, and their launch orders. Used under the progress lock.
-    ``check`` receives a label and the seconds waited, and raises if waiting is hopeless."""
+class DeviceLinks(Attachment):
+    """The device backends of one runtime, and their launch orders. Used under the progress lock."""
 
-    def __init__(
-        self,
-        config: Config,
-        where: str,
-        check: Callable[[str, float], None],
-        advance_lanes: Callable[[], None],
-    ) -> None:
-        self._config = config
-        self._where = where
-        self._check = partial(check, CONNECTING)
-        self._advance_lanes = advance_lanes
+    def __init__(self, owner: Owner) -> None:
+        self._where, self._timeout_s = owner.where, owner.config.timeout_s
+        self._check = partial(owner.check_measurement, CONNECTING)
+        self._advance_lanes: Callable[[], None] = owner.thread.loop.advance_lanes
         self._orders: dict[int, LaunchOrder] = {}  # by device
         self.backends: dict[tuple[int, int], DeviceBackend] = {}
         """By lane and device, in order of making, the same on every rank."""
@@ -52,7 +45,7 @@ class DeviceLinks:
     def connect_lane(self, number: int, device: Device, host: HostBackend) -> DeviceBackend:
         """Connect the devices of a lane's ranks; collective."""
         device.where = self._where
-        timeout_s = self._config.timeout_s
+        timeout_s = self._timeout_s
         backend = connect(device, host, timeout_s, self._check)
         if isinstance(backend, NcclBackend):
             order = self._orders.setdefault(
@@ -62,8 +55,7 @@ class DeviceLinks:
         self.backends[number, id(device)] = backend
         return backend
 
-    def close(self, lanes: set[int] | None = None) -> None:
-        """Close the backends, or those of some lanes, and the orders; collective."""
+    def close(self, lanes: Collection[int] | None = None) -> None:
         for (number, _), backend in self.backends.items():
             if lanes is None or number in lanes:
                 backend.close()
@@ -71,9 +63,28 @@ class DeviceLinks:
             order.close()
 
     def give_up(self) -> None:
-        """Stop waiting for other ranks."""
         for backend in self.backends.values():
             backend.give_up()
+
+
+class OnDevice:
+    """The place of tensors on a device."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def __call__(self, owner: Owner, backend: Backend, call: Call) -> DeviceMemory:
+        """The memory of a lane there; collective."""
+        number, device = owner.number_of(backend), self.device
+        links = next((each for each in owner.attached if isinstance(each, DeviceLinks)), None)
+        if links is None:
+            owner.attached.append(links := DeviceLinks(owner))
+        connected = links.backends.get((number, id(device)))
+        if connected is None:
+            assert isinstance(backend, HostBackend)
+            connect_lane = partial(links.connect_lane, number, device, backend)
+            connected = call(lambda _: Finished(connect_lane()), CONNECTING)
+        return DeviceMemory(connected, backend, owner.check)
 
 
 def connect(

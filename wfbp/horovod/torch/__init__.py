@@ -25,21 +25,48 @@ from wfbp.errors import InternalError as HorovodInternalError
 from wfbp.horovod.left_out import refuse
 from wfbp.horovod.torch import elastic
 from wfbp.horovod.torch.adasum import combine_steps
+from wfbp.horovod.torch.collectives import *  # noqa: F403
+from wfbp.horovod.torch.operands import HorovodOp
+from wfbp.horovod.torch.optimizer import HorovodOptimizer
+from wfbp.horovod.torch.timeline import start_timeline, stop_timeline
 from wfbp.runtime import process
-from wfbp.runtime.collectives.api import current, runtime_of, start_timeline, stop_timeline
+from wfbp.runtime.collectives.api import current, runtime_of
 from wfbp.runtime.collectives.forms import FORMS
 from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
-from wfbp.torch import *  # noqa: F403
-from wfbp.torch.collectives import *  # noqa: F403
+from wfbp.torch import (  # noqa: F401 - in __all__
+    Average,
+    DistributedOptimizerBase,
+    Max,
+    Min,
+    Product,
+    Sum,
+    SyncBatchNorm,
+    add_process_set,
+    allgather_object,
+    barrier,
+    broadcast_buffers,
+    broadcast_object,
+    broadcast_parameters,
+    compile_backend,
+    is_initialized,
+    local_rank,
+    local_size,
+    poll,
+    rank,
+    remove_process_set,
+    set_local_device,
+    shutdown,
+    size,
+    synchronize,
+)
 from wfbp.torch.compression import Compression, Compressor
-from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.wrapping import check_optimizer, distribute
 
-Adasum = Op.ADASUM
+Adasum = HorovodOp.ADASUM
 
 
-def init(  # type: ignore[no-redef]
+def init(
     comm: Any = None,
     process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None,
     **options: Any,
@@ -50,7 +77,7 @@ def init(  # type: ignore[no-redef]
     wfbp.torch.init(comm, process_sets, **options)  # type: ignore[arg-type]
 
 
-def join(device: int = -1) -> int:  # type: ignore[no-redef]
+def join(device: int = -1) -> int:
     """:func:`wfbp.torch.join`; ``device`` is ignored."""
     return wfbp.torch.join()
 
@@ -70,7 +97,7 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
-    return len({size for _, size in current("is_homogeneous()").hosts}) == 1
+    return len({count for _, count in current("is_homogeneous()").hosts}) == 1
 
 
 def mpi_threads_supported() -> bool:
@@ -127,12 +154,12 @@ def rocm_built(verbose: bool = False) -> bool:
     return False
 
 
-def DistributedOptimizer(  # type: ignore[no-redef]  # noqa: N802 - Horovod's name
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Op = Op.AVERAGE,
+    op: Op | HorovodOp = Op.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
@@ -164,19 +191,22 @@ def DistributedOptimizer(  # type: ignore[no-redef]  # noqa: N802 - Horovod's na
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         raise ValueError(f"num_groups is {num_groups!r}; expected a whole number of at least 0")
     _check_groups(groups, optimizer)
-    if op is not Op.ADASUM:
+    runtime = None
+    if process_set.included():
+        runtime = runtime_of(process_set, "DistributedOptimizer(process_set=...)")
+    if isinstance(op, Op):
         return distribute(
+            HorovodOptimizer,
+            runtime,
             optimizer,
             named_parameters,
             compression=compression,
             backward_passes_per_step=backward_passes_per_step,
             op=op,
             sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
             schedule=schedule,
             threshold_bytes=threshold_bytes,
             optimizer_sharding=optimizer_sharding,
-            lenient=True,
         )
     unplanned = {
         "schedule": schedule,
@@ -189,8 +219,6 @@ def DistributedOptimizer(  # type: ignore[no-redef]  # noqa: N802 - Horovod's na
                 f"{name} is {value!r}; with op={op} no gradients are sent while backward "
                 "computes, so there is nothing to plan: leave it out"
             )
-    included = process_set.included()
-    runtime = runtime_of(process_set, "DistributedOptimizer(process_set=...)") if included else None
     return combine_steps(runtime, optimizer, named_parameters, process_set, compression)
 
 
@@ -210,7 +238,7 @@ def _check_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:
             seen.add(id(param))
 
 
-def broadcast_optimizer_state(  # type: ignore[no-redef]
+def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
     model: torch.nn.Module | None = None,

@@ -12,24 +12,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 
 from wfbp.core.types import Op
+from wfbp.horovod.torch.operands import HorovodOp, perform
 from wfbp.runtime import consistency
 from wfbp.runtime.collectives import api
+from wfbp.runtime.collectives.forms import FORMS
 from wfbp.runtime.collectives.process_sets import ProcessSet
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import joining, state, tensors
-from wfbp.torch.collectives import allreduce, grouped_allreduce
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import Compressor
 from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.original import named_params, take_place, wrapped_of
 from wfbp.torch.wrapping import named_pairs
 
-_TITLE = f"DistributedOptimizer(op={Op.ADASUM})"
+_made = count()
+_in_use: WeakValueDictionary[int, AdasumOptimizerBase] = WeakValueDictionary()
+"""In the order of making, the same on every rank."""
+
+_TITLE = f"DistributedOptimizer(op={HorovodOp.ADASUM})"
 
 
 class AdasumOptimizerBase(DistributedOptimizerBase):
@@ -67,9 +74,9 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
             kind = type(original)
             settings = {"the optimizer's class": f"{kind.__module__}.{kind.__qualname__}"}
             specs = consistency.encode_specs([tensors.spec(n, p) for n, p in named], settings)
-            specs_of_ranks = runtime.exchange(specs, f"{_TITLE}: comparing tensors")
+            specs_of_ranks = runtime.channel.exchange(specs, f"{_TITLE}: comparing tensors")
             consistency.check_specs(f"{runtime.where}: {kind.__name__}", specs_of_ranks)
-            joining.add_follower(self)
+            _in_use[next(_made)] = self
         previous = getattr(wrapped_of(original), "_wfbp_sync", None)
         if previous is not None and previous.runtime is runtime and previous.exchanges:
             previous.release()
@@ -95,11 +102,12 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         before = [p.detach().clone() for _, p in named]
         result = step(closure)
         with torch.no_grad():
-            changes = grouped_allreduce(
+            changes = perform(
+                FORMS["grouped_allreduce"],
                 [p - start for (_, p), start in zip(named, before, strict=True)],
                 name=self._wfbp_prefix,
                 compression=self._wfbp_compression,
-                op=Op.ADASUM,
+                op=HorovodOp.ADASUM,
                 process_set=self._wfbp_process_set,
             )
             for (_, param), start, change in zip(named, before, changes, strict=True):
@@ -117,7 +125,8 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         if self._wfbp_runtime is not None:
             infinite = torch.tensor([0.0 if self._wfbp_is_finite() else 1.0])
             # A rank that has joined takes part in an all-reduce, and in nothing else.
-            found = allreduce(
+            found = perform(
+                FORMS["allreduce"],
                 infinite,
                 name=f"{self._wfbp_prefix}.infinite",
                 op=Op.SUM,
@@ -145,7 +154,9 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
                 return
         except ValueError:  # the process set was removed
             return
-        counts = runtime.exchange(str(self._wfbp_num_steps).encode(), "join(): steps by Adasum")
+        counts = runtime.channel.exchange(
+            str(self._wfbp_num_steps).encode(), "join(): steps by Adasum"
+        )
         steps = [int(count) for count in counts]
         if len(set(steps)) > 1:
             state.share(runtime, self, self._wfbp_named(), steps.index(max(steps)))
@@ -157,8 +168,9 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
     def skip_synchronize(self) -> NoReturn:
         """Raise ``RuntimeError``: :meth:`step` itself makes the updates that are combined."""
         raise RuntimeError(
-            f"a distributed optimizer with op={Op.ADASUM} has no gradients to synchronize: it "
-            "combines what its step changed. Change or clip this rank's gradients and call step()"
+            f"a distributed optimizer with op={HorovodOp.ADASUM} has no gradients to synchronize: "
+            "it combines what its step changed. Change or clip this rank's gradients and call "
+            "step()"
         )
 
     @contextmanager
@@ -168,6 +180,14 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accepted: gradients accumulate until :meth:`step`, however many passes there are."""
+
+
+def _follow_joined() -> None:
+    for optimizer in list(_in_use.values()):
+        optimizer._wfbp_follow_joined()
+
+
+joining.at_end.append(_follow_joined)
 
 
 def combine_steps(

@@ -70,7 +70,7 @@ def compare_many(
         return
     described = [[name, dtype, list(shape)] for name, dtype, shape in rows]
     message = json.dumps([root_rank, described])
-    payloads = runtime.exchange(message.encode(), MANY)
+    payloads = runtime.channel.exchange(message.encode(), MANY)
     entries = [json.loads(payload) for payload in payloads]
     check_argument_errors(runtime, MANY, entries)
     for rank, theirs in enumerate(entries):
@@ -86,7 +86,9 @@ def compare_many(
 
 def broadcast_one(runtime: Runtime, name: str, buffer: Buffer, root_rank: int) -> None:
     """Copy the root's bytes of a buffer whose name, type and shape were compared."""
-    runtime.call(lambda backend: backend.broadcast(buffer, root_rank), f"broadcast of {name}")
+    runtime.channel.call(
+        lambda backend: backend.broadcast(buffer, root_rank), f"broadcast of {name}"
+    )
 
 
 def _entries(message: Sequence[Any]) -> list[str]:

@@ -1,12 +1,8 @@
-"""Arithmetic that no backend has: scaling, narrow integers, shares of rows, Adasum."""
+"""Arithmetic that no backend has: scaling, narrow integers, shares of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from wfbp import native
 from wfbp.comm.arrays import Buffer
@@ -44,46 +40,3 @@ def reducible(data: Buffer, dtype: str, op: Op) -> tuple[Buffer, str, Op]:
 def equal_rows(num_rows: int, size: int) -> tuple[int, ...]:
     """Rows per rank, as equal as possible, first ranks first: (3, 2, 2) for 7 rows on 3 ranks."""
     return tuple(num_rows // size + (rank < num_rows % size) for rank in range(size))
-
-
-def adasum(parts: Sequence[Buffer], dtype: str) -> Buffer:
-    """Combine a power of two of contributions pairwise, first ranks that differ in the lowest bit.
-
-    Maleki et al., "Scaling Distributed Training with Adaptive Summation" (2020), equation 3: the
-    result is the sum of orthogonal gradients, and the average of parallel ones.
-
-    >>> adasum([np.float32([1, 0]), np.float32([0, 1])], "float32")
-    array([1., 1.], dtype=float32)
-    """
-    level = [_widened(part, dtype) for part in parts]
-    while len(level) > 1:
-        level = [_pair(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
-    return _narrowed(level[0], dtype)
-
-
-def _pair(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    wide_a, wide_b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
-    dot = float(wide_a @ wide_b)
-    norm_a, norm_b = float(wide_a @ wide_a), float(wide_b @ wide_b)
-    of_a = 1.0 if norm_a == 0.0 else 1.0 - dot / (2.0 * norm_a)
-    of_b = 1.0 if norm_b == 0.0 else 1.0 - dot / (2.0 * norm_b)
-    combined: npt.NDArray[Any] = (of_a * wide_a + of_b * wide_b).astype(a.dtype)
-    return combined
-
-
-def _widened(data: Buffer, dtype: str) -> npt.NDArray[Any]:
-    if dtype == "float16":
-        return data.view(np.float16).astype(np.float32)
-    if dtype == "bfloat16":
-        return (data.astype(np.uint32) << 16).view(np.float32)
-    return data
-
-
-def _narrowed(values: npt.NDArray[Any], dtype: str) -> Buffer:
-    if dtype == "float16":
-        return values.astype(np.float16).view(np.uint16)
-    if dtype == "bfloat16":  # to nearest, ties to even; a NaN stays one
-        bits = values.view(np.uint32)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
-    return values

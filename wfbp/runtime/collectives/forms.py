@@ -75,7 +75,6 @@ _TENSOR = {
 }
 
 _MEANING = {
-    "average": "Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.",
     "name": "matches the operations of ranks, which may submit them in different orders; those "
     "without a name match by their order.",
     "compression": "element type of floating point in messages.",
@@ -103,7 +102,9 @@ _RAISES = (
 )
 
 
-def _docstring(form: Form, names: list[str], notes: str, example: str) -> str:
+def _docstring(
+    form: Form, names: list[str], notes: str, meanings: Mapping[str, str], example: str
+) -> str:
     one, many = ("tensor or array", "tensors or arrays") if notes else ("tensor", "tensors")
     what = _WHAT[form.kind].format(
         a=f"several {many}" if form.grouped else f"a {one}",
@@ -126,7 +127,7 @@ def _docstring(form: Form, names: list[str], notes: str, example: str) -> str:
             for item in items
         )
 
-    meaning = {names[0]: f"{_TENSOR[form.kind]} {notes}", **_MEANING}
+    meaning = {names[0]: f"{_TENSOR[form.kind]} {notes}", **_MEANING, **meanings}
     first, result = (text[0].upper() + text[1:] for text in (first, result))
     differentiable = form.waits and not form.in_place and not notes
     blocks = [first, *["Differentiable."] * differentiable]
@@ -143,14 +144,15 @@ def make_functions(
     perform: Callable[..., Any],
     notes: str = "",
     examples: Mapping[str, str] = {},
+    meanings: Mapping[str, str] = {},
 ) -> dict[str, Callable[..., Any]]:
-    """The public functions of a module, by name; ``notes`` and ``examples`` are for docstrings."""
+    """The public functions of a module, by name; the rest is for docstrings."""
     made = {}
     for name, form in FORMS.items():
         made[name] = call = _make_function(form, parameters(form), perform)
         call.__module__ = module
         names = list(inspect.signature(call).parameters)
-        call.__doc__ = _docstring(form, names, notes, examples.get(name, ""))
+        call.__doc__ = _docstring(form, names, notes, meanings, examples.get(name, ""))
     return made
 
 

@@ -16,7 +16,7 @@ from wfbp.comm.arrays import Buffer, word_dtype
 from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox, Work
 from wfbp.core.types import Op, real_dtype
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.collectives.arithmetic import ITEM, adasum, equal_rows, reducible, scale
+from wfbp.runtime.collectives.arithmetic import ITEM, equal_rows, reducible, scale
 from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.runtime import Runtime
@@ -256,8 +256,6 @@ class NamedLane:
         parts = [part.view(word_dtype(request.dtype)) for part in parts]
         for part in parts:
             scale(part, request.dtype, request.prescale)
-        if request.op == Op.ADASUM.value:
-            return self._adasum(parts[0], request)
         if request.kind is Kind.ALLREDUCE:
             return self._reduce(parts, request)
         return self._scatter(parts[0], request, counts)
@@ -289,18 +287,6 @@ class NamedLane:
 
         return self._data.all_reduce(buffer, dtype, op), results
 
-    def _adasum(self, data: Buffer, request: Request) -> Begun:
-        counts = [data.nbytes] * self._data.size
-        gathered = self._gather(data, counts)
-
-        def results() -> list[Buffer]:
-            rows = gathered.view(data.dtype).reshape(len(counts), data.size)
-            data[:] = adasum(list(rows), request.dtype)
-            scale(data, request.dtype, request.postscale)
-            return [data]
-
-        return self._data.all_gather(gathered, counts), results
-
     def _scatter(self, data: Buffer, request: Request, counts: Sequence[int]) -> Begun:
         buffer, dtype, op = reducible(data, request.dtype, Op(request.op))
         numels = [count // data.itemsize for count in counts]
@@ -325,7 +311,7 @@ def _fusible(responses: Sequence[Response]) -> list[list[Response]]:
         request = response.request
         nbytes = math.prod(request.shape) * ITEM.get(request.dtype, 1)
         mine: object = None
-        if request.kind is Kind.ALLREDUCE and request.op != Op.ADASUM.value and not response.error:
+        if request.kind is Kind.ALLREDUCE and not response.error:
             mine = request.dtype, request.op, request.prescale, request.postscale
         if mine is not None and mine == sort and nbytes <= room:
             runs[-1].append(response)

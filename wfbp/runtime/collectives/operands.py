@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wfbp.comm.arrays import HALF, Buffer, word_dtype
-from wfbp.core.types import Op, real_dtype
-from wfbp.errors import WfbpError
+from wfbp.core.types import Op
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.arithmetic import ITEM
 from wfbp.runtime.collectives.coordinator import Kind, Request
@@ -47,8 +46,7 @@ def make_operation(
     name: str | None,
     process_set: ProcessSet,
     *,
-    average: bool | None = None,
-    op: Op | None = None,
+    op: Op = Op.AVERAGE,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     root_rank: int | None = None,
@@ -64,8 +62,7 @@ def make_operation(
         raise ValueError(f"{kind.value} needs at least one dimension; found a scalar")
     reduces = kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
     if reduces:
-        op = _chosen_op(average, op)
-        _check_op(kind, op, operand.dtype, (prescale_factor, postscale_factor), len(ranks))
+        _check_op(op, operand.dtype, (prescale_factor, postscale_factor))
     rows = () if splits is None else _listed(splits)
     if kind is Kind.ALLTOALL:
         rows = _checked_splits(rows, operand.shape[0], len(ranks), splits is None)
@@ -74,7 +71,7 @@ def make_operation(
         "" if name is None else name,
         operand.dtype,
         operand.shape,
-        op.value if op is not None else "",
+        op.value if reduces else "",
         Members(number, ranks).root(root_rank) if root_rank is not None else -1,
         float(prescale_factor),
         float(postscale_factor),
@@ -171,32 +168,14 @@ def _cupy() -> Any:
     return importlib.import_module("cupy")
 
 
-def _chosen_op(average: bool | None, op: object) -> Op:
-    """The ``Op`` from Horovod's two arguments for it."""
-    if average is not None:
-        if op is not None:
-            raise ValueError("average and op both say how ranks are combined; pass one of them")
-        return Op.AVERAGE if average else Op.SUM
-    if op is None:
-        return Op.AVERAGE
+def _check_op(op: object, dtype: str, factors: tuple[float, float]) -> None:
     if not isinstance(op, Op):
         raise ValueError(f"op is {op!r}; expected one of {', '.join(map(str, Op))}")
-    return op
-
-
-def _check_op(kind: Kind, op: Op, dtype: str, factors: tuple[float, float], size: int) -> None:
     if dtype not in ITEM:
         raise ValueError(
             f"elements of type {dtype!r} cannot be combined; expected one of {', '.join(ITEM)}"
         )
     op.check_dtype(dtype)
-    if op is Op.ADASUM:
-        if kind is not Kind.ALLREDUCE:
-            raise WfbpError(f"{kind.value} cannot combine by {op}; only allreduce can")
-        if size & (size - 1):
-            raise ValueError(f"{op} combines a power of two of ranks; there are {size}")
-        if real_dtype(dtype) not in _FLOATING:
-            raise ValueError(f"{op} combines floating point; found {dtype}")
     if dtype == "bool" and (op is Op.AVERAGE or factors != (1.0, 1.0)):
         raise ValueError("bool has no average and no multiples; pass op=Sum, Min, Max or Product")
 

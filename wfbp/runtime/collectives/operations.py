@@ -58,7 +58,7 @@ class Collectives:
         self.sets: dict[int, _Set] = {}  # by number; 0 for all ranks
         self.rank = runtime.rank
         place = json.dumps([runtime.local_rank, runtime.local_size]).encode()
-        places = runtime.exchange(place, "init(): comparing hosts")
+        places = runtime.channel.exchange(place, "init(): comparing hosts")
         self.hosts: list[tuple[int, int]] = [tuple(json.loads(each)) for each in places]
         """Of every rank, its number on its host and how many there are."""
         self._make_set(tuple(range(runtime.size)))
@@ -73,7 +73,7 @@ class Collectives:
         check_consistent(runtime, call, "sets of communicators" if is_split else str(list(mine)))
         chosen = [mine]
         if is_split:
-            payloads = runtime.exchange(json.dumps(mine).encode(), call)
+            payloads = runtime.channel.exchange(json.dumps(mine).encode(), call)
             of_ranks = [tuple(json.loads(payload)) for payload in payloads]
             chosen = sorted({self._check_ranks(each) for each in of_ranks if each})
             for members, rank in ((each, rank) for each in chosen for rank in each):

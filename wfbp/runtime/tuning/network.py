@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from wfbp.comm.backend import Backend, Finished
-from wfbp.comm.device.backend import DeviceBackend
+from wfbp.comm.backend import Backend, Finished, Work
 from wfbp.comm.probe import measure_cost
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Operation
-
-_LARGEST_BYTES = 16 << 20
-"""Largest host message measured; larger ones take memory and time, and cost in proportion."""
-
-_LARGEST_ON_DEVICE_BYTES = 128 << 20
-_PART_OF_FREE = 4
-"""Device messages are at most 1/4 of the least free memory, but not below the host's limit."""
 
 _LEAST_S = 0.2
 _BYTES_PER_S = 32 << 20
@@ -59,12 +52,9 @@ class NetworkCosts:
         call: Callable[[Callable[[Backend], Any], str], Any],
     ) -> Costs:
         """As :meth:`Runtime.measure_costs`; ``call`` runs one collective."""
-        device = lane_backend if isinstance(lane_backend, DeviceBackend) else None
-        curves = self._curves.setdefault(type(device).__name__, {})
+        curves = self._curves.setdefault(type(lane_backend).__name__, {})
         if anew:
             curves.clear()
-        if device is None:
-            max_bytes = min(max_bytes, _LARGEST_BYTES)
         missing = [
             operation
             for operation in Operation
@@ -72,9 +62,10 @@ class NetworkCosts:
             and (operation not in curves or curves[operation][0] < max_bytes)
         ]
         if missing:
-            asked_bytes = max_bytes
-            if device is not None:
-                max_bytes = min(max_bytes, _bound(device, call))
+            limits = call(partial(_exchange_limit, lane_backend), "measuring the network's costs")
+            limit = min(map(int, limits))
+            known_bytes = max_bytes if max_bytes < limit else sys.maxsize
+            max_bytes = min(max_bytes, limit)
             budget_s = min(self._budget_s / len(missing), _LEAST_S + max_bytes / _BYTES_PER_S)
             begin_s = time.perf_counter()
             self._log(
@@ -83,10 +74,10 @@ class NetworkCosts:
                 budget_s * len(missing),
             )
             for operation in missing:
-                curve = self._curve(operation, max_bytes, budget_s, device, call)
-                curves[operation] = asked_bytes, curve
-            if device is not None:
-                device.device.trim()
+                curve = self._curve(operation, max_bytes, budget_s, lane_backend, call)
+                curves[operation] = known_bytes, curve
+            if lane_backend is not None:
+                lane_backend.trim()
             self._log("measured in %.1f s", time.perf_counter() - begin_s)
         known: dict[str, Any] = {operation.value: c for operation, (_, c) in curves.items()}
         return Costs(**known)
@@ -96,14 +87,14 @@ class NetworkCosts:
         operation: Operation,
         max_bytes: int,
         budget_s: float,
-        device: DeviceBackend | None,
+        lane_backend: Backend | None,
         call: Callable[[Callable[[Backend], Any], str], Any],
     ) -> PiecewiseCost:
         label = f"measuring the network's {operation.value}"
         group_s = _GROUP_S if operation is Operation.ALL_REDUCE else _GROUP_S / 2
 
         def measure(host: Backend) -> Finished[Any]:
-            backend = device or host
+            backend = lane_backend or host
             points = monotone_points(
                 measure_cost(
                     backend,
@@ -130,9 +121,6 @@ class NetworkCosts:
         return PiecewiseCost(points)
 
 
-def _bound(backend: DeviceBackend, call: Callable[[Callable[[Backend], Any], str], Any]) -> int:
-    """The largest message that every rank's device has room for; collective."""
-    free = str(backend.device.free_bytes()).encode()
-    answers = call(lambda backend: backend.all_gather_bytes(free), "comparing devices' free memory")
-    smallest = min(int(each) for each in answers) // _PART_OF_FREE
-    return max(_LARGEST_BYTES, min(_LARGEST_ON_DEVICE_BYTES, smallest))
+def _exchange_limit(lane_backend: Backend | None, host: Backend) -> Work[list[bytes]]:
+    """Every rank's limit for messages to measure."""
+    return host.all_gather_bytes(b"%d" % (lane_backend or host).probe_limit())

@@ -112,7 +112,7 @@ class Groups:
             )
         label = "init_process_group()"
         payload = f"{rank} {self._world}".encode()
-        told = [item.split() for item in runtime.exchange(payload, label)]
+        told = [item.split() for item in runtime.channel.exchange(payload, label)]
         numbers = [int(number) for number, _ in told]
         if sorted(numbers) != list(range(size)):
             raise ValueError(

@@ -50,7 +50,9 @@ def _over_mpi(_: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> F
         # A fresh server, which all of this job's later groups share.
         store = TCPStore(_LOOPBACK, 0, None, True, timeout, wait_for_workers=False)
         place = json.dumps([store.port, list(interfaces())])
-    port, addresses = json.loads(runtime.exchange(place.encode(), "init_process_group()")[0])
+    port, addresses = json.loads(
+        runtime.channel.exchange(place.encode(), "init_process_group()")[0]
+    )
     if store is None:
         on_one_host = runtime.local_size == runtime.size
         host = _LOOPBACK if on_one_host else _reachable(addresses, port)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import torch
 
 import wfbp.horovod.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import adamw, mlp, momentum, pair, same, square
-from wfbp.runtime.collectives import arithmetic
+from wfbp.horovod.torch.operands import adasum
 
 check = Checks()
 
@@ -32,10 +31,9 @@ class Alone:
             optimizer.step()
         for index, start in enumerate(before):
             mine = [list(m.parameters())[index].detach() for m in self.models]
-            changes = [(p - start).numpy().reshape(-1) for p in mine]
-            found = arithmetic.adasum(changes, "float64").reshape(start.shape)
+            found = adasum([p - start for p in mine])
             for p in mine:
-                p.copy_(start + torch.from_numpy(np.ascontiguousarray(found)))
+                p.copy_(start + found)
 
 
 @check

@@ -261,7 +261,7 @@ def plans_change_while_updates_are_deferred() -> None:
         exchange = getattr(optimizer, "_wfbp_sync", None)
         if exchange is None or step % 2 == 0 or step < 6:
             return
-        tuner = exchange._reducer._tuner  # as a trial would, by the next step
+        tuner = exchange.reducer.tuner  # as a trial would, by the next step
         if tuner.phase is not TuningPhase.INSTALLED:
             return
         name = ("ps", "ps_layerwise")[step // 2 % 2]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import wfbp
+import wfbp.horovod.torch as hvd
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
@@ -80,22 +81,24 @@ def skip_synchronize_needs_synchronize() -> None:
 
 @check
 def synchronize_then_step() -> None:
-    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
-    plain = adamw(reference.parameters())
-    for step in range(6):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.synchronize()
-        optimizer.synchronize()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        assert ["skip_synchronize()" in str(w.message) for w in caught] == [True]
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        compare(model, reference, f"step {step}", 1e-12)
+    """Gradients are averaged once; a program for Horovod is told of the difference."""
+    for module, told in ((wfbp.torch, []), (hvd, [True])):
+        model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
+        reference.load_state_dict(model.state_dict())
+        optimizer = module.DistributedOptimizer(adamw(model.parameters()))
+        plain = adamw(reference.parameters())
+        for step in range(6):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.synchronize()
+            optimizer.synchronize()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            assert ["skip_synchronize()" in str(w.message) for w in caught] == told
+            averaged(reference, square, step, wfbp.size())
+            plain.step()
+            compare(model, reference, f"step {step}", 1e-12)
 
 
 @check
@@ -162,14 +165,14 @@ def changing_gradients_behind_clipping() -> None:
         reference.load_state_dict(model.state_dict())
         optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
         plain = adamw(reference.parameters())
-        refused, engine = 0, optimizer._wfbp_sync._reducer
+        refused, engine = 0, optimizer._wfbp_sync.reducer
         for step in range(8):
-            plan, decoupled = engine.plan, engine.decoupled
+            plan, decoupled = engine.tuner.plan, engine.decoupled
             optimizer.zero_grad()
             square(model, wfbp.rank(), step)
             optimizer.clip_grad_norm_(1e-3)
             held = optimizer._wfbp_sync.held is not None
-            if engine.plan is plan:  # else gradients may be made whole for the next one
+            if engine.tuner.plan is plan:  # else gradients may be made whole for the next one
                 assert held == decoupled, f"{what}, step {step}, {plan.summary}"
             for p in model.parameters():
                 change(p)

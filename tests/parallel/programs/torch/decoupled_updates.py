@@ -183,7 +183,7 @@ def beside(schedule: str, kind: str, habits: Habits) -> None:
             else:
                 assert not found[what].isfinite().all(), f"step {number}: {what}"
     exchange = mine.optimizer._wfbp_sync
-    assert exchange._reducer.decoupled is (kind != "per tensor"), mine.optimizer.report()
+    assert exchange.reducer.decoupled is (kind != "per tensor"), mine.optimizer.report()
     assert exchange.shares_state is (kind == "sharded")
     compare(mine.model, reference.model, "at the end")
     moved = [
@@ -227,7 +227,7 @@ def sparse_gradients_that_are_deferred() -> None:
             optimizer_sharding=SHARDING[update],
             sparse_as_dense=True,
         )
-        assert optimizer._wfbp_sync._reducer.decoupled is (make is momentum), update
+        assert optimizer._wfbp_sync.reducer.decoupled is (make is momentum), update
 
 
 @check

@@ -22,6 +22,7 @@ from tests.parallel.programs.torch import equality
 from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm import probe
+from wfbp.comm.device.links import OnDevice
 from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.torch import tensors
 
@@ -97,7 +98,7 @@ def records_of(library: str, schedules: list[str]) -> dict[str, Any]:
     device = SoftwareDevice(seed=len(schedules), most_s=2e-4)
     if library == "NCCL":
         device.library = FakeNccl(device, MpiBackend)
-    tensors.device_of = lambda *_: device  # type: ignore[assignment]
+    tensors.place_of = lambda *_: OnDevice(device)  # type: ignore[assignment]
     wfbp.init(config=equality.CONFIG)
     if device.library is not None:
         two_optimizers(device)

@@ -170,7 +170,7 @@ def train(schedule: str, optimizer_name: str) -> dict[str, Any]:
         "plan": optimizer.report().get("schedule"),
         "shares_state": exchange is not None and exchange.shares_state,
         "num_groups": optimizer.report().get("num_groups"),
-        "decoupled": exchange is not None and exchange._reducer.decoupled,
+        "decoupled": exchange is not None and exchange.reducer.decoupled,
         "after_twenty": after_twenty,
         "at_the_end": distance(model, reference),
         "moved": (model.first.weight - before.first.weight).abs().max().item(),

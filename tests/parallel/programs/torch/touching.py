@@ -153,7 +153,7 @@ def lies_in_buffer(model: Branches, optimizer: Any, branch: int) -> bool:
     sync = optimizer._wfbp_sync
     weight = model.branches[branch].weight
     held = sync._views[next(k for k, p in enumerate(sync._params) if p is weight)]
-    return held is weight.grad and sync._views_of == sync._reducer.num_installed
+    return held is weight.grad and sync._views_of == sync.reducer.num_installed
 
 
 @check
