@@ -1,4 +1,4 @@
-"""Where a lane's tensors are: on the host, or on a device (``comm.device.links``)."""
+"""The place of a lane's tensors: the host, or a device (``comm.device.links``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wfbp.config import Config
 
 
 class Attachment(ABC):
-    """What a runtime keeps, for the memory of its lanes, until it ends."""
+    """An object that a runtime keeps, for the memory of its lanes, until it ends."""
 
     @abstractmethod
     def close(self, lanes: Collection[int] | None = None) -> None:
@@ -45,7 +45,7 @@ Call = Callable[[Callable[[Any], Work[Any]], str], Any]
 """Runs one collective on a channel's backend, with a label."""
 
 Place = Callable[[Owner, Backend, Call], Memory]
-"""Where a lane's tensors are: makes the memory of a lane on this backend; a collective."""
+"""The place of a lane's tensors: makes the lane's memory on this backend; a collective."""
 
 
 def on_host(owner: Owner, backend: Backend, call: Call) -> Memory:

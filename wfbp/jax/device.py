@@ -99,7 +99,7 @@ class XlaDevice(XlaStreams, CupyDevice):
 
 
 HandlerPlace = tuple[int, int, int] | None
-"""Where a handler of XLA was called: the GPU's number, stream and event; None on the CPU."""
+"""The place of a call of XLA's handler: the GPU's number, stream and event; None on the CPU."""
 
 
 class OnCpu:
@@ -122,7 +122,7 @@ class OnCpu:
             )
 
     def at(self, place: HandlerPlace) -> AbstractContextManager[None]:
-        """A context in which this thread's work is ordered at the place of a handler's call."""
+        """A context that orders this thread's work at the place of a handler's call."""
         return nullcontext()
 
     def stock(self, count: int) -> None:
@@ -168,7 +168,7 @@ class OnGpu(OnCpu):
 
 
 def programs_site(handlers: Any) -> OnCpu:
-    """Where this process's programs run; ``WfbpError`` if that is neither CPU nor CUDA."""
+    """The place of this process's programs; ``WfbpError`` if it is neither CPU nor CUDA."""
     platform = jax.default_backend()
     if platform == "cpu":
         return OnCpu(handlers)

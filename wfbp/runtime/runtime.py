@@ -93,7 +93,7 @@ class Runtime:
         # Those that cannot be freed at the end: numbers of their process sets and backends.
         self._unfinished: set[tuple[int, int]] = set()
         self.users: WeakSet[Releasable] = WeakSet() if within is None else within.users
-        """What is to release its buffers at :meth:`shutdown`."""
+        """Objects that release their buffers at :meth:`shutdown`."""
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
         self.timeline: TraceWriter | None = None
@@ -115,7 +115,7 @@ class Runtime:
             within._inner.append(self)
         self.collective_lock = CollectiveLock(self.rank)
         self.attached: list[Attachment] = []
-        """What the memory of lanes has left here, to be closed with the runtime."""
+        """Attachments of the lanes' memory, closed with the runtime."""
         self.channel = self.channel_on(backend)
         # For lanes made later in a program, when ranks' exchanges may differ in order.
         self.planning_channel = self.channel

@@ -19,7 +19,7 @@ from wfbp.runtime.collectives import api
 from wfbp.torch import registry, state
 
 at_end: list[Callable[[], None]] = []
-"""What else :func:`join` does on all ranks once all have joined."""
+"""Further steps of :func:`join` on all ranks, once all have joined."""
 
 
 @signals.deferring

@@ -22,7 +22,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class HorovodOp(Enum):
-    """How Horovod's programs combine contributions, besides :class:`wfbp.core.types.Op`."""
+    """Combinations of contributions that :class:`wfbp.core.types.Op` lacks."""
 
     ADASUM = "adasum"
 
@@ -65,7 +65,7 @@ def _perform_adasum(
 ) -> Any:
     """All-reduce by Adasum: every rank combines the contributions of all.
 
-    They are gathered by a sum, to which ranks that have joined contribute zeros.
+    A sum gathers them; ranks that have joined contribute zeros.
     """
     size, place = process_set.size(), process_set.rank()
     if size & (size - 1):

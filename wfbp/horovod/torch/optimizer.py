@@ -45,6 +45,6 @@ class HorovodOptimizer(DistributedOptimizerBase):
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """Names by which ranks match parameters; some programs for Horovod read this."""
+        """Names that match parameters across ranks; some programs for Horovod read this."""
         named = named_params(self, self._wfbp_known, complete=False)
         return {param: name for name, param in named}
