@@ -316,7 +316,9 @@ class _Drawing:
         if self.likely(0.05) and not kinds & {*_NOT_TWICE_DIFFERENTIABLE} and not reentrant:
             step = replace(step, penalty=True)
         forward = "call"
-        if self.compiled:
+        if (
+            self.compiled and not reentrant
+        ):  # torch.compile may change checkpointed layers' gradients
             forward = "compiled"
             step = replace(step, compiled=not step.scaler and self.likely(0.5))
         elif self.autocast and "lstm" not in kinds:  # which not every CPU runs in bfloat16
