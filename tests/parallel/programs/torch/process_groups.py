@@ -422,7 +422,7 @@ def mismatches() -> None:
         return dist.get_rank() == dist.get_world_size() - 1
 
     cases: dict[str, Callable[[], object]] = {
-        "broadcast(float32[3], from 0)": lambda: (
+        "broadcast(float32[3], root 0)": lambda: (
             dist.broadcast(torch.ones(3), 0) if odd() else dist.all_reduce(torch.ones(3))
         ),
         "all_reduce(float32[4], SUM)": lambda: dist.all_reduce(torch.ones(4 if odd() else 3)),
@@ -467,7 +467,7 @@ def a_rank_that_does_not_come() -> None:
         assert len(set(wfbp.torch.allgather_object(text))) == 1
     with group() as (rank, size):
         if rank == 0:
-            with pytest.raises(StallError, match=r"recv\(float32\[1\], from 1, tag 0\).*timed out"):
+            with pytest.raises(StallError, match=r"recv\(float32\[1\], rank 1, tag 0\).*timed out"):
                 dist.irecv(torch.empty(1), 1).wait(timedelta(seconds=0.1))
         dist.barrier()
         if rank == 1:
