@@ -164,10 +164,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _work(self, operations: Sequence[Operation], timeout: timedelta) -> GroupWork:
         """What completes with some operations."""
-        work = self._coalesced
-        if work is None:
-            limit = timeout if timeout > timedelta(0) else self._timeout
-            work = GroupWork(self._runtime.thread, limit.total_seconds())
+        limit = timeout if timeout > timedelta(0) else self._timeout
+        work = GroupWork(self._runtime.thread, limit.total_seconds(), self._coalesced)
         for operation in operations:
             operation.work = work
             work.expect(operation.text, operation.results)

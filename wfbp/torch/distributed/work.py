@@ -35,16 +35,18 @@ class _Completion(Reply[None]):
 
 
 class GroupWork(TorchWork):
-    """One operation or several; any thread may wait for it.
+    """One operation or several, perhaps as part of a whole; any thread may wait for it.
 
-    The thread that drives communication completes each of them once.
+    The thread that drives communication completes each operation once.
     """
 
-    def __init__(self, thread: CommunicationThread, timeout_s: float) -> None:
+    def __init__(
+        self, thread: CommunicationThread, timeout_s: float, whole: GroupWork | None = None
+    ) -> None:
         super().__init__()
         self.deadline_s = time.monotonic() + timeout_s
         self.source = -1
-        self._thread = thread
+        self._thread, self._whole = thread, whole
         self._text, self._num_pending = "", 0
         self._tensors: list[torch.Tensor] = []
         self._completion = _Completion()
@@ -57,9 +59,13 @@ class GroupWork(TorchWork):
             self._text = self._text or text
             self._tensors += tensors
             self._num_pending += 1
+        if self._whole is not None:
+            self._whole.expect(text, tensors)
 
     def complete(self, error: BaseException | None = None) -> None:
         """Note that an operation has ended; after the last one, or an error, wake all that wait."""
+        if self._whole is not None:
+            self._whole.complete(error)
         with self._lock:
             self._num_pending -= 1
             if self.is_completed() or (error is None and self._num_pending):
