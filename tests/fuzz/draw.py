@@ -33,12 +33,39 @@ _PROPORTIONAL = (
     *("scaled", "decorated", "around", "nan", "vector", "patched"),
 )
 """Optimizers that do not make a small gradient, and its rounding, large."""
+_COMPLEX = (
+    *("sgd", "momentum", "nesterov", "dampened", "adam", "amsgrad", "adamw", "rmsprop"),
+    *("adagrad", "adadelta", "replacing", "counting", "by parameter", "by id"),
+)
+"""Optimizers that update complex parameters."""
+_NOT_COMPLEX = ("scaler", "compiled", "lists", "clamp", "touch clamp", "sync value", "read")
 _NOT_TWICE_DIFFERENTIABLE = ("attention", "lstm", "gru", "sparse embedding", "sparse bag")
 
 
 def draw(seed: str, ranks: int) -> Program:
     """The program of this seed; seeds may be any text."""
-    return _Drawing(random.Random(f"{seed} {ranks}"), ranks).program()
+    chance = random.Random(f"{seed} {ranks}")
+    program = _Drawing(chance, ranks).program()
+    return _with_complex(program, chance) if chance.random() < 0.1 else program
+
+
+def _with_complex(program: Program, chance: random.Random) -> Program:
+    """The program with a layer of complex numbers, and less what these cannot do; as it is if one
+    of its optimizers cannot update them."""
+    shared = {part.of for part in program.layers if part.kind in ("again", "tied")}
+    plain = [
+        n
+        for n, part in enumerate(program.layers)
+        if part.kind in (*WITH_WEIGHT, "transposed") and not part.dtype and n not in shared
+    ]
+    can = all(o.kind in _COMPLEX for o in program.optimizers) and program.dtype != "bfloat16"
+    autocast = any(isinstance(a, Step) and a.forward == "autocast" for a in program.actions)
+    if not (plain and can) or autocast:
+        return program
+    layers = list(program.layers)
+    n = chance.choice(plain)
+    layers[n] = replace(layers[n], kind="complex")
+    return without(replace(program, layers=tuple(layers)), _NOT_COMPLEX)
 
 
 def _owned(part: Layer) -> bool:
@@ -59,7 +86,9 @@ class _Drawing:
         dtype = chance.choices(["float64", "float32", "bfloat16"], [7, 2, 1])[0]
         models = 2 if self.likely(0.2) else 1
         layers: list[Layer] = []
-        self.kinds = [k for k in LAYERS if dtype != "bfloat16" or k not in SPARSE]
+        self.kinds = [
+            k for k in LAYERS if k != "complex" and (dtype != "bfloat16" or k not in SPARSE)
+        ]
         for m in range(models):
             layers += self._model(m, len(layers), dtype)
         optimizers: list[Optimizer] = []

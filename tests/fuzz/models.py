@@ -129,6 +129,21 @@ class _Transposed(nn.Module):
         return torch.tanh(x @ self.weight)
 
 
+class _Complex(nn.Module):
+    """A complex weight, used by its real and its imaginary part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width, dtype=torch.complex128) / 2)
+
+    def to(self, dtype: torch.dtype) -> _Complex:  # type: ignore[override]
+        return super().to(dtype.to_complex())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = x.to(self.weight.dtype) @ self.weight
+        return torch.tanh(z.real + z.imag * z.real)
+
+
 def _normed(width: int) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -154,6 +169,7 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "gru": lambda w, s: _Recurrent(w, nn.GRU),
     "vectors": _Vectors,
     "transposed": lambda w, s: _Transposed(w),
+    "complex": lambda w, s: _Complex(w),
 }
 """By kind; ``tied`` (another's weight) and ``again`` (another's module) come on top."""
 

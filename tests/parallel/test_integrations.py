@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -35,6 +36,17 @@ def test_lightning_trains_as_a_single_process_does(tmp_path: Path) -> None:
         "same: accumulated",
         "same: changing",
     ]
+
+
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+def test_ddp_trains_by_the_backend(library: str, tmp_path: Path) -> None:
+    """Programs that use the backend ``wfbp`` of torch.distributed, and no strategy of this one."""
+    pytest.importorskip(library)
+    program = PROGRAMS / "torch" / "process_group_trainers.py"
+    run = mpirun(2, program, tmp_path, library, env={"PYTHONWARNINGS": "ignore"})
+    assert run.rc == 0, run.stderr
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) < 1e-6
 
 
 @pytest.mark.timeout(240)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.parallel.programs.torch.distributed_program import check
-from tests.parallel.runs import Job, outcome
-from tests.support.launcher import mpirun
+from tests.parallel.runs import PROGRAMS, Job, outcome
+from tests.support.launcher import ROOT, mpirun
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 
@@ -27,6 +33,69 @@ def test_a_rank_that_leaves_ends_the_wait_of_the_others() -> None:
     assert found.run.rc == 0, found.run
     assert "rank 0 of 2 waits (all_reduce(float32[1], SUM), operation 2" in found.ranks[0]
     assert "rank 1 has left" in found.ranks[0]
+
+
+def test_detail_compares_all_operations_without_shared_memory(tmp_path: Path) -> None:
+    """A difference that samples miss is the same error on all ranks."""
+    program = PROGRAMS / "torch" / "process_group_detail.py"
+    env = {"WFBP_SHARED_MEMORY": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    run = mpirun(3, program, tmp_path, env=env)  # PyTorch reads the level when it is imported
+    assert run.rc == 0, run
+    texts = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
+    assert texts[0] == (
+        "ranks called different operations as operation 21 of process group 1.1 of all ranks "
+        "(ranks 0, 1: all_reduce(float32[2], SUM); rank 2: all_reduce(float32[2], MAX)). Every "
+        "rank of the group must call the same operations in the same order with the same element "
+        "types and sizes"
+    )
+    assert texts == texts[:1] * 3
+
+
+LAUNCHED = """
+import os, sys
+SIMULATION
+import torch
+import torch.distributed as dist
+import wfbp.torch.distributed
+dist.init_process_group(NAME)
+total = torch.ones(2)
+dist.all_reduce(total)
+assert total.tolist() == [2, 2]
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}\\n")
+sys.stdout.flush()
+try:
+    dist.all_reduce(torch.ones(2, device="meta"))
+except ValueError as error:
+    assert 'init_process_group("cpu:wfbp,cuda:nccl")' in str(error)
+dist.destroy_process_group()
+"""
+SLURM = """
+from mpi4py import MPI  # the ranks find each other by MPICH's variables
+for name in [name for name in os.environ if name.startswith(("PMI", "MPI", "HYDRA"))]:
+    del os.environ[name]
+os.environ.update(SLURM_PROCID=str(MPI.COMM_WORLD.rank), SLURM_NTASKS="2")
+"""
+
+
+def launched(backend: str = "wfbp", simulation: str = "") -> str:
+    return LAUNCHED.replace("NAME", repr(backend)).replace("SIMULATION", simulation)
+
+
+@pytest.mark.parametrize("backend", ["wfbp", "cpu:wfbp,cuda:nccl"])
+def test_wfbprun_starts_a_process_group(backend: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(launched(backend))
+    command = [sys.executable, "-m", "wfbp", "run", "-n", "2", os.fspath(program)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert run.returncode == 0, run
+    assert {"rank 0 of 2", "rank 1 of 2"} <= set(run.stdout.splitlines())
+
+
+def test_the_variables_of_slurm_are_enough() -> None:
+    """(``test_slurm`` runs the same under Slurm itself.)"""
+    run = mpirun(2, "-c", launched(simulation=SLURM))
+    assert run.rc == 0, run
+    assert {"rank 0 of 2", "rank 1 of 2"} <= set(run.stdout.splitlines())
 
 
 UNDER_TORCHRUN = """

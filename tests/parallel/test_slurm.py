@@ -24,6 +24,20 @@ total = wfbp.allreduce(np.ones(2), op=wfbp.Sum).tolist()
 sys.stdout.write(f"{wfbp.rank()} {wfbp.size()} {total}\\n")  # in one piece
 sys.stdout.flush()
 """
+BACKEND = """
+import sys
+
+import torch
+import torch.distributed as dist
+import wfbp.torch.distributed
+
+dist.init_process_group("wfbp")
+total = torch.ones(2)
+dist.all_reduce(total)
+sys.stdout.write(f"{dist.get_rank()} {dist.get_world_size()} {total.tolist()}\\n")
+sys.stdout.flush()
+dist.destroy_process_group()
+"""
 TOLD = ["0 2 [2.0, 2.0]", "1 2 [2.0, 2.0]"]
 
 
@@ -56,10 +70,11 @@ def test_the_recipe(cluster: slurm.Cluster, mpi: str, monkeypatch: pytest.Monkey
     assert sorted(told.splitlines()) == TOLD
 
 
-def test_slurm_starts_the_ranks(cluster: slurm.Cluster) -> None:
+@pytest.mark.parametrize("text", [PROGRAM, BACKEND], ids=["wfbp", "torch.distributed"])
+def test_slurm_starts_the_ranks(cluster: slurm.Cluster, text: str) -> None:
     """By MPICH's protocol, which Slurm speaks without further packages."""
     program = cluster.folder / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(text)
     log = cluster.folder / "srun.log"
     words = [launcher.interpreter("mpich"), "-m", "wfbp", "run", "--launcher", "srun", program]
     told = cluster.batch(log, "-n", "2", "--wrap", " ".join(map(str, words)))

@@ -1,8 +1,9 @@
 """The backend ``wfbp`` of ``torch.distributed``, for CPU tensors. Importing it registers it.
 
 Under ``mpirun``, ``wfbprun`` or ``srun`` no address, port or rank is needed. In reading order:
-``rendezvous`` (store and ranks), ``groups`` (making groups), ``process_group`` (the operations),
-``tensors`` (their bytes), ``lanes`` and ``messages`` (the communication thread's side), ``work``.
+``rendezvous`` (store and ranks), ``groups`` (making groups), ``process_group`` (what PyTorch
+calls), ``operations`` and ``tensors`` (what ranks exchange), ``work`` (what callers wait for),
+``lane``, ``messages`` and ``inquiry`` (the communication thread's side).
 
 Example:
     >>> import torch, torch.distributed as dist
@@ -15,6 +16,8 @@ Example:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -34,32 +37,24 @@ def register() -> None:
     if not rendezvous.register():
         return
     # PyTorch offers these two for a fixed list of backends.
-    for name, own in (("monitored_barrier", _monitored_barrier), ("split_group", _split_group)):
-        _extend(name, own)
+    _extend("monitored_barrier", "group", ProcessGroup.monitored_barrier)
+    _extend("split_group", "parent_pg", _split_group)
 
 
-def _extend(name: str, own: Any) -> None:
-    """Let a function of PyTorch serve groups of this backend, too."""
+def _extend(name: str, key: str, own: Callable[..., Any]) -> None:
+    """Let a function of PyTorch, whose first argument is ``key``, serve this backend, too."""
     of_torch = getattr(distributed_c10d, name)
 
+    @functools.wraps(of_torch)
     def function(group: Any = None, *args: Any, **options: Any) -> Any:
-        key = "group" if name == "monitored_barrier" else "parent_pg"
         group = options.pop(key, group)
-        if isinstance(group or distributed_c10d.GroupMember.WORLD, ProcessGroup):
-            return own(group or distributed_c10d.GroupMember.WORLD, *args, **options)
+        called = group or distributed_c10d.GroupMember.WORLD
+        if isinstance(called, ProcessGroup):
+            return own(called, *args, **options)
         return of_torch(group, *args, **options)
 
-    function.__name__, function.__doc__ = name, of_torch.__doc__
     setattr(distributed_c10d, name, function)
     setattr(dist, name, function)
-
-
-def _monitored_barrier(
-    group: ProcessGroup, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
-) -> None:
-    if isinstance(timeout, float | int):
-        timeout = timedelta(seconds=timeout)
-    group.monitored_barrier(timeout, wait_all_ranks)
 
 
 def _split_group(

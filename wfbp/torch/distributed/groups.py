@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-
-from torch._C._distributed_c10d import Store
 
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.backend import MpiBackend
@@ -17,35 +15,27 @@ from wfbp.comm.mpi.exchange import Exchange
 from wfbp.errors import BackendError, StallError
 from wfbp.runtime import process
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch.distributed.lanes import NOTICE
+from wfbp.torch.distributed.lane import NOTICE
 from wfbp.torch.distributed.process_group import ProcessGroup
 from wfbp.torch.distributed.work import future_waits
 
 _ARRIVAL = "process group wanted"
 _NUM_TAGS = 1 << 15
 
+Positions = dict[str, int]
+"""How far groups that were destroyed had come, by their keys."""
+
 _groups: Groups | None = None
 
 
 def create(options: Any, _: object = None) -> ProcessGroup:
     """Make a process group for ``init_process_group`` and ``new_group``."""
-    return of_runtime().make(
-        options.group_rank,
-        options.group_size,
-        list(options.global_ranks_in_group),
-        options.timeout,
-        options.store,
-    )
-
-
-def of_runtime() -> Groups:
-    """The groups of the current runtime, which is started if necessary."""
     global _groups
     process.start()
     runtime = process.current("init_process_group()")
     if _groups is None or _groups.runtime is not runtime:
         _groups = Groups(runtime)
-    return _groups
+    return _groups.make(options)
 
 
 class Groups:
@@ -63,41 +53,37 @@ class Groups:
                 f"{runtime.where}: process groups need MPI, but the runtime was started with "
                 f"{type(backend).__name__}; call wfbp.init() without a backend"
             )
-        self._backend = backend
+        self._backend, self._loop = backend, runtime.thread.loop
         # The runtime's number of each rank of PyTorch, and of this numbering.
         self._numbers: Sequence[int] = range(runtime.size)
         self._world = 0
         self._made: Counter[tuple[int, ...]] = Counter()
         self._open: dict[str, ProcessGroup] = {}
-        # Of groups that were destroyed, by their ranks: communicators, and how far they got.
+        # Of groups that were destroyed, by their ranks: communicators, and how far they came.
         self._idle: defaultdict[tuple[int, ...], dict[str, tuple[Exchange, int]]]
         self._idle = defaultdict(dict)
-        # By group, what its members have told before they make it.
-        self._arrived: defaultdict[str, dict[int, dict[str, int]]] = defaultdict(dict)
-        runtime.thread.loop.handle_notices(_ARRIVAL, self._hear_arrival)
-        runtime.thread.loop.handle_notices(NOTICE, self._hear)
+        # What the members of a group that is being made have told.
+        self._arrived: defaultdict[str, dict[int, Positions]] = defaultdict(dict)
+        self._loop.handle_notices(_ARRIVAL, self._hear_arrival)
+        self._loop.handle_notices(NOTICE, self._hear)
         if not backend.progresses_alone:  # else naps do not delay the data
-            runtime.thread.loop.is_awaited = future_waits.is_blocked
+            self._loop.is_awaited = future_waits.is_blocked
 
-    def make(
-        self,
-        rank: int,
-        size: int,
-        members: list[int],
-        timeout: timedelta,
-        store: Store,
-    ) -> ProcessGroup:
-        """Make a group of ``members`` (none: all), as PyTorch numbers them."""
+    def make(self, options: Any) -> ProcessGroup:
+        """Make the group that PyTorch describes; one without ranks has all of them."""
+        members = list(options.global_ranks_in_group)
         if not members:
-            self._number_ranks(rank, size)
-            members = list(range(size))
+            self._number_ranks(options.group_rank, options.group_size)
+            members = list(range(options.group_size))
         ranks = tuple(self._numbers[member] for member in members)
         # The group's name is of no use: PyTorch counts this rank's other groups in it.
         self._made[ranks] += 1
         who = "all ranks" if len(ranks) == self.runtime.size else f"ranks {list(ranks)}"
         key = f"process group {self._world}.{self._made[ranks]} of {who}"
-        exchange = self._exchange(key, ranks, timeout)
-        group = ProcessGroup(self.runtime, exchange, key, timeout, store, self._closed)
+        exchange = self._exchange(key, ranks, options.timeout)
+        group = ProcessGroup(
+            self.runtime, exchange, key, options.timeout, options.store, self._closed
+        )
         self._open[key] = group
         return group
 
@@ -110,9 +96,8 @@ class Groups:
                 f"{runtime.size}. Start the program by: mpirun -n {size} python PROGRAM, without "
                 "torchrun; or, for some of the ranks, call wfbp.init(comm=[...]) before"
             )
-        label = "init_process_group()"
         payload = f"{rank} {self._world}".encode()
-        told = [item.split() for item in runtime.channel.exchange(payload, label)]
+        told = [item.split() for item in runtime.exchange(payload, "init_process_group()")]
         numbers = [int(number) for number, _ in told]
         if sorted(numbers) != list(range(size)):
             raise ValueError(
@@ -126,80 +111,61 @@ class Groups:
     def _exchange(self, key: str, ranks: tuple[int, ...], timeout: timedelta) -> Exchange:
         """The communicators of a group, once all of its ranks want it."""
         idle = {old: position for old, (_, position) in self._idle[ranks].items()}
-        runtime = self.runtime
-        arrival = _Arrival(self, key, ranks, idle, timeout.total_seconds())
-        offers = runtime.thread.call(arrival.begin, f"making {key}", object())
-        common = set.intersection(*(set(offer.items()) for offer in offers.values()))
-        if common:
+        deadline_s = time.monotonic() + timeout.total_seconds()
+
+        def begin() -> _Arrival:
+            self._hear_arrival(self.runtime.rank, {"group": key, "idle": idle})
+            self._loop.send_notice({"kind": _ARRIVAL, "group": key, "idle": idle})
+            return _Arrival(look)
+
+        def look() -> list[Positions]:
+            self._loop.read_notices()
+            told = self._arrived[key]
+            missing = [rank for rank in ranks if rank not in told]
+            if not missing:
+                return list(self._arrived.pop(key).values())
+            if time.monotonic() > deadline_s:
+                raise StallError(
+                    f"{self.runtime.where}: {key} was not made within "
+                    f"{timeout.total_seconds():g} s, because it was not called by rank "
+                    f"{', '.join(map(str, missing))}. Every rank of a group must make it, in the "
+                    "same order as other groups of these ranks"
+                )
+            return []
+
+        offers = self.runtime.thread.call(begin, f"making {key}", object())
+        if common := set.intersection(*(set(offer.items()) for offer in offers)):
             oldest, _ = min(common)
             return self._idle[ranks].pop(oldest)[0]
-        # All ranks are here, so this does not take long. The communication thread keeps running.
+        # All ranks are here, so this does not take long; the communication thread goes on.
         return self._backend.among(ranks, zlib.crc32(key.encode()) % _NUM_TAGS)
-
-    def _closed(self, group: ProcessGroup) -> None:
-        """A group ends on this rank."""
-        if self._open.pop(group.key, None) is None:
-            return
-        position = group.collectives.position
-        if position >= 0 and group.messages.is_clean:
-            exchange = group.exchange
-            self._idle[exchange.ranks][group.key] = exchange, position
 
     # Under the progress lock.
 
-    def announce(self, key: str, idle: dict[str, int]) -> None:
-        """Tell the other ranks that this one wants a group."""
-        self._arrived[key][self.runtime.rank] = idle
-        self.runtime.thread.loop.send_notice({"kind": _ARRIVAL, "group": key, "idle": idle})
-
-    def arrived(self, key: str, ranks: Sequence[int]) -> dict[int, dict[str, int]]:
-        """The offers of the members that want a group."""
-        self.runtime.thread.loop.read_notices()
-        told = self._arrived[key]
-        return {rank: told[rank] for rank in ranks if rank in told}
+    def _closed(self, group: ProcessGroup) -> None:
+        """A group ends on this rank."""
+        if self._open.pop(group.key, None) is not None and group.lane.position >= 0:
+            self._idle[group.exchange.ranks][group.key] = group.exchange, group.lane.position
 
     def _hear_arrival(self, sender: int, notice: dict[str, Any]) -> None:
         self._arrived[notice["group"]][sender] = notice["idle"]
 
     def _hear(self, _: int, notice: dict[str, Any]) -> None:
         if (group := self._open.get(notice["group"])) is not None:
-            group.collectives.hear(notice["from"], notice)
+            group.lane.hear(notice["from"], notice)
 
 
-class _Arrival(Work[dict[int, dict[str, int]]]):
-    """Waits until all members of a group want it."""
+class _Arrival(Work[list[Positions]]):
+    """Waits until all members of a group want it; ``look`` returns what they have told."""
 
-    def __init__(
-        self,
-        groups: Groups,
-        key: str,
-        ranks: Sequence[int],
-        idle: dict[str, int],
-        timeout_s: float,
-    ) -> None:
-        self._groups, self._key, self._ranks, self._idle = groups, key, ranks, idle
-        self._timeout_s = timeout_s
-        self._told: dict[int, dict[str, int]] = {}
-
-    def begin(self) -> _Arrival:
-        self._deadline_s = time.monotonic() + self._timeout_s
-        self._groups.announce(self._key, self._idle)
-        return self
+    def __init__(self, look: Callable[[], list[Positions]]) -> None:
+        self._look = look
+        self._told: list[Positions] = []
 
     def test(self) -> bool:
-        self._told = self._groups.arrived(self._key, self._ranks)
-        if len(self._told) == len(self._ranks):
-            del self._groups._arrived[self._key]
-            return True
-        if time.monotonic() > self._deadline_s:
-            missing = ", ".join(str(rank) for rank in self._ranks if rank not in self._told)
-            raise StallError(
-                f"{self._groups.runtime.where}: {self._key} was not made within "
-                f"{self._timeout_s:g} s, because it was not called by rank {missing}. Every rank "
-                "of a group must make it, in the same order as other groups of these ranks"
-            )
-        return False
+        self._told = self._look()
+        return bool(self._told)
 
     @property
-    def result(self) -> dict[int, dict[str, int]]:
+    def result(self) -> list[Positions]:
         return self._told

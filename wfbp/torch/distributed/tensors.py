@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -12,48 +13,24 @@ from torch.distributed import ReduceOp
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.mpi.exchange import Reduction
-from wfbp.core.types import Op
-from wfbp.torch.tensors import NAMES, raw
+from wfbp.core.types import ITEM_BYTES, Op
+from wfbp.torch.tensors import NAMES, raw, resolved
 
-_NATIVE = {
-    ReduceOp.SUM: Op.SUM,
-    ReduceOp.PREMUL_SUM: Op.SUM,
-    ReduceOp.AVG: Op.AVERAGE,
-    ReduceOp.PRODUCT: Op.PRODUCT,
-    ReduceOp.MIN: Op.MIN,
-    ReduceOp.MAX: Op.MAX,
-}
-_Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-_FUNCTIONS: dict[Any, _Combine] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PREMUL_SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
-_LOGICAL: dict[Any, _Combine] = {
-    ReduceOp.SUM: torch.logical_or,
-    ReduceOp.PRODUCT: torch.logical_and,
-    ReduceOp.MIN: torch.logical_and,
-    ReduceOp.MAX: torch.logical_or,
-    ReduceOp.BAND: torch.logical_and,
-    ReduceOp.BOR: torch.logical_or,
-    ReduceOp.BXOR: torch.logical_xor,
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_COMBINATIONS: dict[Any, tuple[Op | None, Combine | None, Combine | None]] = {
+    # Natively, by PyTorch, and for booleans.
+    ReduceOp.SUM: (Op.SUM, torch.add, torch.logical_or),
+    ReduceOp.PREMUL_SUM: (Op.SUM, torch.add, None),
+    ReduceOp.AVG: (Op.AVERAGE, torch.add, None),
+    ReduceOp.PRODUCT: (Op.PRODUCT, torch.mul, torch.logical_and),
+    ReduceOp.MIN: (Op.MIN, torch.minimum, torch.logical_and),
+    ReduceOp.MAX: (Op.MAX, torch.maximum, torch.logical_or),
+    ReduceOp.BAND: (None, torch.bitwise_and, torch.logical_and),
+    ReduceOp.BOR: (None, torch.bitwise_or, torch.logical_or),
+    ReduceOp.BXOR: (None, torch.bitwise_xor, torch.logical_xor),
 }
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-
-
-def check(*tensors: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless these are dense tensors of the CPU."""
-    for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            raise ValueError(
-                f"a tensor is {tensor.layout} on {tensor.device}; expected a dense one on the CPU"
-            )
 
 
 def sizes(*tensors: torch.Tensor) -> str:
@@ -62,28 +39,27 @@ def sizes(*tensors: torch.Tensor) -> str:
     return f"{dtype}[{', '.join(str(tensor.numel()) for tensor in tensors)}]"
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy if it is not contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def source(tensor: torch.Tensor) -> Buffer:
-    """The bytes of a tensor that is only read."""
-    return raw(dense(tensor))
-
-
-class Targets:
-    """Bytes for tensors that receive: their own where they are contiguous."""
+class Memory:
+    """The bytes of an operation's tensors: their own where they are contiguous."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def of(self, tensor: torch.Tensor, values: torch.Tensor | None = None) -> Buffer:
+    def source(self, tensor: torch.Tensor) -> Buffer:
+        """The bytes of a tensor that is only read."""
+        _check(tensor)
+        return raw(_contiguous(tensor))
+
+    def target(self, tensor: torch.Tensor, values: torch.Tensor | None = None) -> Buffer:
         """Bytes that become the tensor's at :meth:`deliver`; filled with ``values``, if any."""
+        _check(tensor)
         own = tensor.detach()
-        if own.is_contiguous() and not own.is_conj() and (values is None or values is tensor):
+        is_plain = own.is_contiguous() and not (own.is_conj() or own.is_neg())
+        if is_plain and (values is None or values is tensor):
             return raw(own)
-        copy = torch.empty(own.shape, dtype=own.dtype) if values is None else dense(values).clone()
+        copy = torch.empty(own.shape, dtype=own.dtype)
+        if values is not None:
+            copy.copy_(values.detach())
         self._copies.append((own, copy))
         return raw(copy)
 
@@ -93,74 +69,72 @@ class Targets:
             tensor.copy_(copy)
 
 
+def _check(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise ValueError(
+            f"a tensor is {tensor.layout} on {tensor.device}; expected a dense one on the CPU"
+        )
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return resolved(tensor.detach()).contiguous()
+
+
 def op_name(op: ReduceOp) -> str:
     """The name of a reduction, for messages."""
     return str(getattr(op, "op", op)).rpartition(".")[2]
 
 
+def contribution(tensor: torch.Tensor, op: Any) -> torch.Tensor:
+    """What this rank adds: a multiple, if the reduction has a factor."""
+    return tensor * op.factor if op is not None and op == ReduceOp.PREMUL_SUM else tensor
+
+
 def reduction(dtype: torch.dtype, op: ReduceOp, size: int) -> Reduction:
-    """How elements are combined; ``ValueError`` if they cannot be."""
-    kind: Any = next((known for known in _FUNCTIONS if op == known), None)
+    """How elements of ``size`` ranks are combined; ``ValueError`` if they cannot be."""
+    kind: Any = next((known for known in _COMBINATIONS if op == known), None)
     where = f"{op_name(op)} of {dtype}"
     if kind is None:
-        raise ValueError(f"{where}: expected one of {', '.join(map(op_name, _FUNCTIONS))}")
+        raise ValueError(f"{where}: expected one of {', '.join(map(op_name, _COMBINATIONS))}")
     if dtype.is_complex and kind in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM):
         dtype = dtype.to_real()
-    if kind in _NATIVE and dtype in NAMES:
-        return Reduction(dtype.itemsize, NAMES[dtype], _NATIVE[kind])
-    number = dtype.is_floating_point or dtype.is_complex
-    functions = _LOGICAL if dtype is torch.bool else _FUNCTIONS
-    if (
-        kind not in functions
-        or (kind in _BITWISE and number)
-        or (dtype.is_complex and kind in (ReduceOp.MIN, ReduceOp.MAX))
+    native, combine, of_booleans = _COMBINATIONS[kind]
+    if native is not None and NAMES.get(dtype) in ITEM_BYTES:
+        return Reduction(dtype.itemsize, NAMES[dtype], native)
+    if dtype is torch.bool:
+        combine = of_booleans
+    elif (
+        (kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex))
+        or (dtype.is_complex and kind is not ReduceOp.PRODUCT)
         or (dtype.is_floating_point and dtype.itemsize == 1)
     ):
+        combine = None
+    if combine is None:
         raise ValueError(f"{where} is not defined; convert the tensor to another type first")
-    function, divisor = functions[kind], size if kind is ReduceOp.AVG else 1
-
-    def combine(shards: Sequence[Buffer], out: Buffer) -> None:
-        # Copies: those of other ranks are read-only, which PyTorch does not support.
-        values = [torch.from_numpy(np.array(shard)).view(dtype) for shard in shards]
-        result = reduce(function, values)
-        if divisor > 1:
-            result = torch.div(result, divisor, rounding_mode="trunc")
-        out[:] = raw(result)
-
-    return Reduction(dtype.itemsize, function=combine)
+    divisor = size if kind is ReduceOp.AVG else 1
+    return Reduction(dtype.itemsize, function=functools.partial(_combine, combine, dtype, divisor))
 
 
-def premultiplied(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """This rank's contribution: a multiple, if the reduction has a factor."""
-    kind: Any = op
-    return tensor * op.factor if kind == ReduceOp.PREMUL_SUM else tensor
+def _combine(
+    combine: Combine, dtype: torch.dtype, divisor: int, shards: Sequence[Buffer], out: Buffer
+) -> None:
+    # Copies: those of other ranks are read-only, which PyTorch does not support.
+    values = [torch.from_numpy(np.array(shard)).view(dtype) for shard in shards]
+    result = functools.reduce(combine, values)
+    if divisor > 1:
+        result = torch.div(result, divisor, rounding_mode="trunc")
+    out[:] = raw(result)
 
 
 def pack_sparse(tensor: torch.Tensor) -> bytes:
-    """Number of values, indices and values of a sparse tensor."""
-    own = tensor.detach().coalesce()
-    indices, values = own.indices(), own.values()
-    return b"".join(
-        (len(values).to_bytes(8, "little"), source(indices).tobytes(), source(values).tobytes())
-    )
+    """A sparse tensor as bytes."""
+    file = io.BytesIO()
+    torch.save(tensor.detach().coalesce(), file)
+    return file.getvalue()
 
 
 def add_sparse(payloads: Sequence[bytes], out: torch.Tensor) -> None:
-    """Replace a sparse tensor by the sum of packed ones of the same type and shape."""
-    like = out.detach().coalesce()
-    total = torch.sparse_coo_tensor(
-        like.indices()[:, :0], like.values()[:0], like.shape, check_invariants=True
-    )
-    for payload in payloads:
-        count, body = int.from_bytes(payload[:8], "little"), np.frombuffer(payload[8:], np.uint8)
-        end = 8 * like.sparse_dim() * count
-        indices = torch.from_numpy(body[:end].copy()).view(torch.int64)
-        values = torch.from_numpy(body[end:].copy()).view(like.dtype)
-        total = total + torch.sparse_coo_tensor(
-            indices.view(like.sparse_dim(), count),
-            values.view(count, *like.values().shape[1:]),
-            like.shape,
-            check_invariants=True,
-        )
+    """Replace a sparse tensor by the sum of packed ones."""
+    addends = (torch.load(io.BytesIO(payload)) for payload in payloads)
     with torch.no_grad():
-        out.copy_(total.coalesce())
+        out.copy_(functools.reduce(torch.add, addends).coalesce())

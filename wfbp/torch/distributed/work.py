@@ -1,4 +1,4 @@
-"""The handle of one operation of a process group, as ``torch.distributed`` returns it."""
+"""What a caller holds of an operation of a process group: its ``Work``, and the future of that."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from typing import Any
 import torch
 from torch.distributed import Work as TorchWork
 
-from wfbp.errors import WfbpError
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.thread import CommunicationThread
 
 _callbacks = ThreadPoolExecutor(32, thread_name_prefix="wfbp-callbacks")
-"""Completes futures: their callbacks are user code, and may wait for further operations."""
+"""Runs the callbacks of futures."""
 
 
-class Completion(Reply[None]):
+class _Completion(Reply[None]):
     """A reply that many threads may get, many times."""
 
     def get(self, timeout_s: float) -> None:
         if not self.wait(timeout_s):
             raise TimeoutError
-        error = self.error
-        if error is not None:
+        if (error := self.error) is not None:
             raise error
 
     @property
@@ -37,61 +35,74 @@ class Completion(Reply[None]):
 
 
 class GroupWork(TorchWork):
-    """Completed once by the thread that drives communication; any thread may wait for it."""
+    """One operation or several, perhaps as part of a whole; any thread may wait for it.
+
+    The thread that drives communication completes each operation once.
+    """
 
     def __init__(
-        self, thread: CommunicationThread, text: str, tensors: Sequence[Any], timeout_s: float
+        self, thread: CommunicationThread, timeout_s: float, whole: GroupWork | None = None
     ) -> None:
         super().__init__()
-        self.text = text
         self.deadline_s = time.monotonic() + timeout_s
         self.source = -1
-        self.reply = Completion()
-        self._thread, self._tensors = thread, list(tensors)
+        self._thread, self._whole = thread, whole
+        self._text, self._num_pending = "", 0
+        self._tensors: list[torch.Tensor] = []
+        self._completion = _Completion()
         self._lock = threading.Lock()
         self._future: _Future | None = None
 
-    def complete(self, error: BaseException | None = None) -> None:
-        """Wake all that wait; called once."""
+    def expect(self, text: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Have one more operation, with these results."""
         with self._lock:
+            self._text = self._text or text
+            self._tensors += tensors
+            self._num_pending += 1
+        if self._whole is not None:
+            self._whole.expect(text, tensors)
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """Note that an operation has ended; after the last one, or an error, wake all that wait."""
+        if self._whole is not None:
+            self._whole.complete(error)
+        with self._lock:
+            self._num_pending -= 1
+            if self.is_completed() or (error is None and self._num_pending):
+                return
             if error is None:
-                self.reply.put(None)
+                self._completion.put(None)
             else:
-                self.reply.fail(error)
+                self._completion.fail(error)
             future = self._future
-        if future is None:
-            return
-        future_waits.num_pending -= 1
-        if future.watched:
-            _callbacks.submit(future.settle)
-        else:  # at once: a waiting C++ thread should not need another thread
+        if future is not None:
+            future_waits.num_pending -= 1
             future.settle()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None and timeout > timedelta(0):
             limit_s = time.monotonic() + timeout.total_seconds()
             self.deadline_s = min(self.deadline_s, limit_s)
-        if not self.reply.answered:
-            self._thread.await_reply(self.reply, self.text)
-        self.reply.get(timeout_s=0.0)
+        if not self.is_completed():
+            self._thread.await_reply(self._completion, self._text)
+        self._completion.get(timeout_s=0.0)
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
-    def block_current_stream(self) -> None:
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        return self.reply.answered
+        return self._completion.answered
 
     def is_success(self) -> bool:
-        return self.reply.answered and self.reply.error is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        return self.reply.error
+        return self._completion.error
 
-    def result(self) -> list[Any]:
+    def result(self) -> list[torch.Tensor]:
         return self._tensors
 
     def source_rank(self) -> int:
@@ -103,11 +114,66 @@ class GroupWork(TorchWork):
         with self._lock:
             if self._future is None:
                 self._future = _Future(self)
-                if self.reply.answered:
+                if self.is_completed():
                     self._future.settle()
                 else:
                     future_waits.note()
             return self._future
+
+
+class _Future(torch.futures.Future[Any]):
+    """The future of a ``Work``. Callbacks in Python are user code, which may wait for further
+    operations: they run on threads of their own."""
+
+    def __init__(self, work: GroupWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def then(self, callback: Any) -> torch.futures.Future[Any]:
+        return self._elsewhere().then(lambda _: callback(self))
+
+    def add_done_callback(self, callback: Any) -> None:
+        self._elsewhere().add_done_callback(lambda _: callback(self))
+
+    def wait(self) -> Any:
+        self._work.wait()
+        return super().wait()
+
+    def settle(self) -> None:
+        """Set the result of work that is complete."""
+        error = self._work.exception()
+        if error is None:
+            self.set_result(self._work.result())
+        else:
+            self._set_unwrap_func(_raise)
+            self.set_result(_Failure(error))
+
+    def _elsewhere(self) -> torch.futures.Future[None]:
+        """A future that is complete after this one, on another thread."""
+        future: torch.futures.Future[None] = torch.futures.Future()
+
+        def submit(_: object) -> None:
+            _callbacks.submit(future.set_result, None)
+
+        super().add_done_callback(submit)
+        return future
+
+
+class _Failure:
+    """The value of the future of work that has failed.
+
+    PyTorch's C++ side, which cannot be told of an error, pickles it to find tensors.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+def _raise(failure: _Failure) -> None:
+    raise failure.error
 
 
 class FutureWaits:
@@ -126,7 +192,7 @@ class FutureWaits:
         self._blocked = False
 
     def note(self) -> None:
-        """This thread has asked for the future of an operation under way."""
+        """This thread has asked for the future of work under way."""
         if hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
             self.num_pending += 1
@@ -148,80 +214,3 @@ class FutureWaits:
 
 
 future_waits = FutureWaits()
-
-
-class _Future(torch.futures.Future[Any]):
-    """The future of an operation; ``watched`` once Python code has given it a callback."""
-
-    def __init__(self, work: GroupWork) -> None:
-        super().__init__()
-        self.watched = False
-        self._work = work
-        self._once = threading.Lock()
-
-    def then(self, callback: Any) -> torch.futures.Future[Any]:
-        self.watched = True
-        return super().then(callback)
-
-    def add_done_callback(self, callback: Any) -> None:
-        self.watched = True
-        super().add_done_callback(callback)
-
-    def wait(self) -> Any:
-        self._work.wait()
-        self.settle()  # here, because this may be a callback that blocks the thread for them
-        return super().wait()
-
-    def settle(self) -> None:
-        """Set the result of an operation that is complete; again does nothing."""
-        if not self._once.acquire(blocking=False):
-            return
-        error = self._work.exception()
-        if error is None:
-            self.set_result(self._work.result())
-        else:
-            self._set_unwrap_func(_raise)
-            self.set_result(_Failure(error))
-
-
-class _Failure:
-    """The value of the future of an operation that has failed.
-
-    PyTorch's C++ side, which cannot be told of an error, pickles it to find tensors.
-    """
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __reduce__(self) -> Any:
-        raise self.error
-
-
-def _raise(failure: _Failure) -> None:
-    raise failure.error
-
-
-class GroupOfWorks(TorchWork):
-    """Several operations as one."""
-
-    def __init__(self, works: Sequence[GroupWork]) -> None:
-        super().__init__()
-        self._works = list(works)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        results = [tensor for work in self._works for tensor in work.result()]
-        futures = [work.get_future().then(lambda future: future.value()) for work in self._works]
-        return torch.futures.collect_all(futures).then(lambda _: results)
-
-
-def closed(where: str, text: str) -> WfbpError:
-    """The error of an operation on a group that has ended."""
-    return WfbpError(f"{where}: {text}: the process group was destroyed or aborted; make a new one")

@@ -248,6 +248,12 @@ def reduce_scatters(rank: int, size: int) -> None:
     with dist._coalescing_manager():
         for tensor in tensors:
             dist.all_reduce(tensor, ReduceOp.MAX)
+    whole = torch.full((2,), float(rank))
+    with dist._coalescing_manager(device=torch.device("cpu")):
+        dist.broadcast(whole, 0)  # waits for itself, though it is part of something larger
+        assert whole.eq(0).all()
+        last = dist.broadcast(whole, size - 1, async_op=True)
+    assert last.is_completed()
     outputs = [torch.empty(size * n) for n in (3, 5)]
     with dist._coalescing_manager(async_ops=True) as manager:
         for output, tensor in zip(outputs, tensors, strict=True):
@@ -256,6 +262,46 @@ def reduce_scatters(rank: int, size: int) -> None:
     total = sum(range(1, size + 1))
     for output, n in zip(outputs, (3, 5), strict=True):
         assert output.tolist() == [float(total * (r + 1)) for r in range(size) for _ in range(n)]
+
+
+@grouped
+def arguments_that_do_not_fit(rank: int, size: int) -> None:
+    """Errors of this rank alone, before anything is sent; older ways to pass options."""
+    three, whole = torch.ones(3), dist.group.WORLD
+
+    def each(numel: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return [torch.ones(numel, dtype=dtype) for _ in range(size)]
+
+    calls: dict[str, Callable[[], object]] = {
+        f"all_gather: {size - 1} tensors": lambda: dist.all_gather(each(3)[1:], three),
+        "all_gather: tensors float32[3]": lambda: dist.all_gather(each(2), three),
+        "one element type": lambda: whole.alltoall(each(3, torch.int32), each(3)),
+        "cannot be split": lambda: whole._allgather_base(torch.empty(3 * size + 1), three),
+        "by split sizes": lambda: dist.all_to_all_single(three, three.clone(), [5] * size),
+        "reduce_scatter: tensors": lambda: whole.reduce_scatter([torch.ones(2)], [each(3)]),
+        "is the root": lambda: whole.broadcast(three, size),
+        "MIN of torch.complex64 is not defined": lambda: whole.allreduce(
+            torch.ones(2, dtype=torch.complex64), ReduceOp.MIN
+        ),
+        "BAND of torch.float32 is not defined": lambda: whole.allreduce(three, ReduceOp.BAND),
+    }
+    for part, call in calls.items():
+        raises(ValueError, part, act=call)
+    if rank == 0:
+        lists = [torch.ones(3) for _ in range(size - 1)] + [torch.ones(4)]
+        raises(ValueError, "gather: tensors", act=lambda: dist.gather(three, lists, 0))
+    turned = torch.full((2,), 1j, dtype=torch.complex64)
+    whole.allreduce(turned, op=ReduceOp.PRODUCT).wait()
+    assert turned.eq(1j**size).all()
+    outputs = [[torch.zeros(2), torch.zeros(1)] for _ in range(size)]
+    inputs = [torch.full((2,), float(rank)), torch.full((1,), float(-rank))]
+    whole.allgather_coalesced(outputs, inputs).wait()
+    for r, (first, second) in enumerate(outputs):
+        assert first.eq(r).all()
+        assert second.eq(-r).all()
+    negative = torch.imag(torch.full((2,), 1 + 1j).conj())  # lazily negated
+    dist.all_reduce(negative)
+    assert negative.eq(-size).all()
 
 
 @grouped
@@ -422,7 +468,7 @@ def mismatches() -> None:
         return dist.get_rank() == dist.get_world_size() - 1
 
     cases: dict[str, Callable[[], object]] = {
-        "broadcast(float32[3], from 0)": lambda: (
+        "broadcast(float32[3], root 0)": lambda: (
             dist.broadcast(torch.ones(3), 0) if odd() else dist.all_reduce(torch.ones(3))
         ),
         "all_reduce(float32[4], SUM)": lambda: dist.all_reduce(torch.ones(4 if odd() else 3)),
@@ -467,7 +513,7 @@ def a_rank_that_does_not_come() -> None:
         assert len(set(wfbp.torch.allgather_object(text))) == 1
     with group() as (rank, size):
         if rank == 0:
-            with pytest.raises(StallError, match=r"recv\(float32\[1\], from 1, tag 0\).*timed out"):
+            with pytest.raises(StallError, match=r"recv\(float32\[1\], rank 1, tag 0\).*timed out"):
                 dist.irecv(torch.empty(1), 1).wait(timedelta(seconds=0.1))
         dist.barrier()
         if rank == 1:
