@@ -97,7 +97,7 @@ class Groups:
                 "torchrun; or, for some of the ranks, call wfbp.init(comm=[...]) before"
             )
         payload = f"{rank} {self._world}".encode()
-        told = [item.split() for item in runtime.exchange(payload, "init_process_group()")]
+        told = [item.split() for item in runtime.channel.exchange(payload, "init_process_group()")]
         numbers = [int(number) for number, _ in told]
         if sorted(numbers) != list(range(size)):
             raise ValueError(
