@@ -71,7 +71,7 @@ class DeviceTrainer:
         self.told: list[tuple[str, Array, float | None]] = []
         with device.on(self.main):
             self.engine = make_engine(
-                runtime, specs, place=OnDevice(device), fetch=self._fetch, **options
+                runtime, specs, location=OnDevice(device), fetch=self._fetch, **options
             )
 
     def _fetch(self, index: int) -> GradientRef | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.links import OnDevice
-from wfbp.comm.places import Place, on_host
+from wfbp.comm.locations import Location, in_host_memory
 from wfbp.cuda.cupy_device import CupyDevice, check_local_rank, count_devices
 from wfbp.errors import WfbpError
 from wfbp.runtime import process
@@ -102,11 +102,11 @@ HandlerPlace = tuple[int, int, int] | None
 """The place of a call of XLA's handler: the GPU's number, stream and event; None on the CPU."""
 
 
-class OnCpu:
+class Programs:
     """Programs that run on the CPU, and the place of their gradients."""
 
     name = "the CPU"
-    place: Place = staticmethod(on_host)
+    location: Location = staticmethod(in_host_memory)
 
     def __init__(self, handlers: Any) -> None:
         self.copy: Copy = handlers.copy
@@ -143,12 +143,12 @@ class OnCpu:
         return [jax.numpy.asarray(result) for result in results]
 
 
-class OnGpu(OnCpu):
+class GpuPrograms(Programs):
     """Programs that run on a GPU."""
 
     def __init__(self, handlers: Any, device: XlaStreams) -> None:
         self._handlers, self._device = handlers, device
-        self.name, self.copy, self.place = f"GPU {device.index}", device.move, OnDevice(device)
+        self.name, self.copy, self.location = f"GPU {device.index}", device.move, OnDevice(device)
 
     def at(self, place: HandlerPlace) -> AbstractContextManager[None]:
         assert place is not None
@@ -167,18 +167,18 @@ class OnGpu(OnCpu):
         return list(call(*gradients, exchange=np.int64(key)))
 
 
-def programs_site(handlers: Any) -> OnCpu:
+def find_programs(handlers: Any) -> Programs:
     """The place of this process's programs; ``WfbpError`` if it is neither CPU nor CUDA."""
     platform = jax.default_backend()
     if platform == "cpu":
-        return OnCpu(handlers)
+        return Programs(handlers)
     first = jax.local_devices()[0]
     if platform not in ("gpu", "cuda") or "rocm" in first.client.platform_version.lower():
         raise WfbpError(
             "wfbp.jax exchanges gradients of programs on CPUs and on NVIDIA's GPUs; JAX runs them "
             f"on {first.device_kind} ({platform}). Set JAX_PLATFORMS=cpu"
         )
-    return OnGpu(handlers, XlaDevice(first.local_hardware_id))
+    return GpuPrograms(handlers, XlaDevice(first.local_hardware_id))
 
 
 def set_local_device() -> jax.Device:

@@ -24,7 +24,7 @@ from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.jax import native
-from wfbp.jax.device import HandlerPlace, OnCpu, programs_site
+from wfbp.jax.device import HandlerPlace, Programs, find_programs
 from wfbp.runtime import consistency, process, signals
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
@@ -203,7 +203,7 @@ def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
 
 
 class ExchangeRegistry:
-    """Exchanges by key, of programs that run on ``site``.
+    """Exchanges by key, of the programs that run at one location.
 
     Ranks compile programs in any order, and independent steps may reach their first waits in a
     different order on each rank. So ranks tell each other in the first wait which exchange they
@@ -213,9 +213,9 @@ class ExchangeRegistry:
     held while a reducer is made, which waits for other ranks.
     """
 
-    def __init__(self, handlers: Any, site: OnCpu) -> None:
+    def __init__(self, handlers: Any, programs: Programs) -> None:
         self._native = handlers
-        self.site = site
+        self.programs = programs
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._descriptions: dict[int, ExchangeDescription] = {}
@@ -236,7 +236,7 @@ class ExchangeRegistry:
             known = description.key in self._descriptions
             self._descriptions[description.key] = description
         if not known:
-            self.site.stock(2 * len(description.specs))
+            self.programs.stock(2 * len(description.specs))
         return description.key
 
     def reduce(self, key: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
@@ -271,9 +271,9 @@ class ExchangeRegistry:
         with self._lock:
             self._take_notes()
             exchange = self._get(key)
-        self.site.check(place)
+        self.programs.check(place)
         # On a device, results are ordered before later work in the stream of this place.
-        with signals.deferred, self.site.at(place):
+        with signals.deferred, self.programs.at(place):
             exchange.reduce(inputs, outputs)
 
     def _forward_announcements(self) -> None:
@@ -289,14 +289,14 @@ class ExchangeRegistry:
         for key, index, address, place, age_s in notes:
             used += place is not None and place[2] != 0
             try:
-                self.site.check(place)
-                with self.site.at(place):
+                self.programs.check(place)
+                with self.programs.at(place):
                     time_s = now - age_s if place is None else None
                     self._get(key).announce(index, address, time_s=time_s)
             except WfbpError:
                 continue  # no runtime, or another device; the wait that follows raises it
         if used:
-            self.site.stock(used)
+            self.programs.stock(used)
 
     def _get(self, key: int) -> GradientExchange:
         """The exchange of a key, in the current runtime."""
@@ -321,7 +321,7 @@ class ExchangeRegistry:
                 runtime.where,
                 self._lock,
                 functools.partial(self._make, runtime, description),
-                self.site.copy,
+                self.programs.copy,
                 functools.partial(self._native.expect, key),
             )
         return known
@@ -352,7 +352,7 @@ class ExchangeRegistry:
                         description.op,
                         name=description.title,
                     ),
-                    place=self.site.place,
+                    location=self.programs.location,
                     fetch=exchange.source,
                     channel=runtime.planning_channel,
                 )
@@ -361,9 +361,9 @@ class ExchangeRegistry:
 
 @functools.cache
 def exchange_registry() -> ExchangeRegistry:
-    """The process's registry; raises errors of :func:`programs_site` and ``native.load``."""
+    """The process's registry; raises errors of :func:`find_programs` and ``native.load``."""
     handlers = native.load()
-    return ExchangeRegistry(handlers, programs_site(handlers))
+    return ExchangeRegistry(handlers, find_programs(handlers))
 
 
 def report() -> dict[str, dict[str, Any]]:

@@ -127,7 +127,7 @@ def exchange(description: ExchangeDescription, gradients: Sequence[Any]) -> list
     if compiling or any(isinstance(gradient, jax.core.Tracer) for gradient in given):
         return list(_wait.bind(*given, site=description))
     key = registry.add(description)
-    return registry.site.reduce_now(given, key, registry.reduce)
+    return registry.programs.reduce_now(given, key, registry.reduce)
 
 
 def _typed(spec: TensorSpec, gradient: Any) -> Any:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from wfbp.comm.locations import Location, in_host_memory
 from wfbp.comm.memory import Stamp
-from wfbp.comm.places import Place, on_host
 from wfbp.core.cost import Costs
 from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError
@@ -89,7 +89,7 @@ class Reducer:
         *,
         active: Sequence[bool] | None = None,  # per tensor, whether to expect a gradient
         compared: Mapping[str, Any] = MappingProxyType({}),  # must be equal on every rank
-        place: Place = on_host,  # of the tensors
+        location: Location = in_host_memory,  # of the tensors
         fetch: Callable[[int], GradientRef | None] = lambda index: None,
         channel: ControlChannel | None = None,
     ) -> None:
@@ -132,7 +132,7 @@ class Reducer:
         consistency.check_specs(self.who, channel.exchange(mine, f"{name}: {what}", what))
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
             backend, beside = runtime.lease(channel)
-            self.memory = memory = place(runtime, backend, channel.call)
+            self.memory = memory = location(runtime, backend, channel.call)
         # Separate, because ranks may end the steps of several reducers in different orders.
         self._channel = runtime.channel_on(beside)
         wire = options.wire_dtype, options.gather_dtype

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, Finished, HostBackend
-from wfbp.comm.places import Attachment
+from wfbp.comm.locations import Attachment
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation

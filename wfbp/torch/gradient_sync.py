@@ -209,7 +209,7 @@ class OptimizerSync:
                     f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))
                 ],
             },
-            place=tensors.place_of(name, named),
+            location=tensors.location_of(name, named),
             fetch=_fetcher(weakref.ref(self)),
         )
         # From here on nothing fails, so earlier owners of these parameters may let them go.

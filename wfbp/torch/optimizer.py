@@ -359,6 +359,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """
         limit = Limit.of(max_norm, norm_type, error_if_nonfinite)
         if self._wfbp_sync is None:
+            self._wfbp_make_dense()
             params = [p for group in self.param_groups for p in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, *astuple(limit))
         if self._wfbp_sync_state is SyncState.SCALER:  # a scaler that has skipped its step
@@ -466,14 +467,20 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self._wfbp_sync_state = SyncState.PROGRAM
 
     def _wfbp_evaluate(self, closure: Callable[[], Any]) -> Any:
+        sync = self._wfbp_sync
+        if sync is not None and self._wfbp_options.op is Op.SUM:
+            # Gradients to which the closure adds are a sum already, and will be added up again.
+            for grad in (p.grad for group in self.param_groups for p in group["params"]):
+                if grad is not None:
+                    grad.detach().div_(sync.runtime.size)
         with torch.enable_grad():
             loss = closure()
-        if self._wfbp_sync is None:
+        if sync is None:
             self._wfbp_make_dense()
             return loss
-        with self._wfbp_sync.evaluating():
+        with sync.evaluating():
             self.synchronize()
-        return self._wfbp_sync.combined_loss(loss)
+        return sync.combined_loss(loss)
 
     def _wfbp_forget_sync(self) -> None:
         """Forget averages that were used, or will not be used."""

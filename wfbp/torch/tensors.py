@@ -11,8 +11,7 @@ import torch
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.links import OnDevice
-from wfbp.comm.places import Place
-from wfbp.comm.places import on_host as host_place
+from wfbp.comm.locations import Location, in_host_memory
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.cupy_device import check_local_rank
 from wfbp.runtime import process
@@ -165,7 +164,7 @@ def view(data: Buffer, layout: Layout) -> torch.Tensor:
     return shared(data).view(layout.dtype).as_strided(layout.shape, layout.stride)
 
 
-def place_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Place:
+def location_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Location:
     """The place where all these tensors lie.
 
     Raises ``ValueError`` for several devices or other kinds, ``ImportError`` without CuPy.
@@ -179,7 +178,7 @@ def place_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Place:
         )
     place = next(iter(places), torch.device("cpu"))
     if place.type == "cpu":
-        return host_place
+        return in_host_memory
     if place.type != "cuda":
         raise ValueError(f"{name}: parameters are on {place}; expected the CPU or a CUDA device")
     return OnDevice(cuda_device(place.index or 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -217,6 +218,9 @@ def _why_whole(
         return "only PyTorch's elementwise optimizers are stepped in parts"
     if kinds:
         return f"parameters are of class {', '.join(sorted(k.__name__ for k in kinds))}"
+    settings = [v for group in optimizer.param_groups for k, v in group.items() if k != "params"]
+    if any(isinstance(part, torch.Tensor) for v in settings if type(v) is tuple for part in v):
+        return "a setting is a tuple of tensors, which a program may change in place"
     if not all(tensors.is_dense(p) for p in params):
         return "a parameter has gaps in its memory, or is conjugated lazily"
     return ""
@@ -273,7 +277,7 @@ def is_elementwise(optimizer: optim.Optimizer, sharding: bool | None) -> bool:
         )
     # A copy of the optimizer steps a part, but a bound method would step the original.
     others = {k: v for k, v in attributes.items() if k != "step"}
-    bound = [k for k, v in others.items() if getattr(v, "__self__", None) is optimizer]
+    bound = [k for k, v in others.items() if _object_of(v) is optimizer]
     if sharding is True and bound:
         raise ValueError(
             f"optimizer_sharding is True, but {kind.__name__} keeps its own method as the "
@@ -282,6 +286,13 @@ def is_elementwise(optimizer: optim.Optimizer, sharding: bool | None) -> bool:
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
     declared = kind in ELEMENTWISE and _is_torchs(kind.step) and not differentiable
     return sharding is True or (declared and not replaced)
+
+
+def _object_of(function: Any) -> object:
+    """The object whose method this is, also with arguments filled in; None for other values."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__self__", None)
 
 
 def _is_torchs(function: Any) -> bool:

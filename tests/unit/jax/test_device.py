@@ -21,7 +21,7 @@ from tests.support.software_xla import INDEX, SoftwareXla
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import NotInitializedError, WfbpError
 from wfbp.jax import device, gradients
-from wfbp.jax.device import OnCpu, OnGpu, programs_site
+from wfbp.jax.device import GpuPrograms, Programs, find_programs
 from wfbp.jax.exchanges import ExchangeDescription, exchange_registry
 from wfbp.runtime import process
 
@@ -48,9 +48,9 @@ def test_a_place_is_one_threads() -> None:
 
 def test_a_step_on_another_device_is_refused() -> None:
     device = SoftwareXla()
-    gpu = OnGpu(Mock(), device)
+    gpu = GpuPrograms(Mock(), device)
     gpu.check((INDEX, 1, 0))
-    OnCpu(Mock()).check(None)
+    Programs(Mock()).check(None)
     with pytest.raises(
         WfbpError, match=r"runs on GPU 1, .* gradients of GPU 3\. .*set_local_device"
     ):
@@ -85,14 +85,14 @@ def runs_on(monkeypatch: pytest.MonkeyPatch, *gpus: _Gpu) -> None:
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, _Gpu("PJRT C API\nrocm 60300"))
     with pytest.raises(WfbpError, match="on NVIDIA's GPUs; JAX runs them on a GPU"):
-        programs_site(Mock())
+        find_programs(Mock())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
 def test_cuda_needs_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, _Gpu("PJRT C API\ncuda 12090"))
     with pytest.raises(ImportError, match=r"pip install 'wfbp\[cuda12\]'"):
-        programs_site(Mock())
+        find_programs(Mock())
 
 
 class _Placed:

@@ -21,7 +21,7 @@ from wfbp.comm.memory import Memory
 from wfbp.config import Config
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
-from wfbp.jax.device import OnGpu
+from wfbp.jax.device import GpuPrograms
 from wfbp.jax.exchanges import ExchangeDescription, ExchangeRegistry, GradientExchange
 from wfbp.runtime import process
 from wfbp.runtime.arguments import ReducerOptions
@@ -76,7 +76,7 @@ class Program:
         self.runtime = runtime
         self.device = device
         self.notes = Notes(device)
-        self.exchanges = ExchangeRegistry(self.notes, OnGpu(self.notes, device))
+        self.exchanges = ExchangeRegistry(self.notes, GpuPrograms(self.notes, device))
         self.stream = device.new_stream()
         self.exchanges._runtime = runtime
         self.exchange = GradientExchange(
@@ -92,7 +92,7 @@ class Program:
             self.runtime,
             SPECS,
             ReducerOptions(self.exchange_schedule, 100, name="test"),
-            place=OnDevice(self.device),
+            location=OnDevice(self.device),
             fetch=self.exchange.source,
         )
 
@@ -269,7 +269,7 @@ def test_a_gradient_that_moved_and_one_without_event(programs: Callable[..., Pro
 def test_events_are_stocked_again() -> None:
     device = SoftwareXla()
     notes = Notes(device)
-    exchanges = ExchangeRegistry(notes, OnGpu(notes, device))
+    exchanges = ExchangeRegistry(notes, GpuPrograms(notes, device))
     exchanges.add(REQUEST)
     exchanges.add(REQUEST)
     assert len(notes._stock) == 2 * len(SPECS)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from wfbp.comm.places import on_host
+from wfbp.comm.locations import in_host_memory
 from wfbp.errors import NotInitializedError
 from wfbp.runtime import process
 from wfbp.torch import tensors
-from wfbp.torch.tensors import place_of, set_local_device
+from wfbp.torch.tensors import location_of, set_local_device
 
 
 def named(*devices: str) -> list[tuple[str, torch.Tensor]]:
@@ -20,18 +20,18 @@ def named(*devices: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_the_host_is_no_device() -> None:
-    assert place_of("SGD", named("cpu", "cpu")) is on_host
-    assert place_of("SGD", []) is on_host
+    assert location_of("SGD", named("cpu", "cpu")) is in_host_memory
+    assert location_of("SGD", []) is in_host_memory
 
 
 def test_parameters_on_two_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="must be on one device; found p0 on cpu, p1 on meta"):
-        place_of("SGD", named("cpu", "meta"))
+        location_of("SGD", named("cpu", "meta"))
 
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="on meta; expected the CPU or a CUDA device"):
-        place_of("SGD", named("meta"))
+        location_of("SGD", named("meta"))
 
 
 class _Placed:

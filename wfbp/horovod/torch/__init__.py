@@ -186,6 +186,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     process.current("DistributedOptimizer()")
     check_optimizer(optimizer)
+    if not isinstance(op, Op | HorovodOp):
+        raise ValueError(f"op is {op!r}; expected Average, Sum or Adasum")
     if gradient_predivide_factor != 1.0 and op is not Op.AVERAGE:
         raise ValueError(f"gradient_predivide_factor needs op=Average; found {op}")
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:

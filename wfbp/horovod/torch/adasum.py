@@ -20,6 +20,7 @@ import torch
 
 from wfbp.core.types import Op
 from wfbp.horovod.torch.operands import HorovodOp, perform
+from wfbp.horovod.torch.optimizer import HorovodOptimizer
 from wfbp.runtime import consistency
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.forms import FORMS
@@ -161,6 +162,8 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         if len(set(steps)) > 1:
             state.share(runtime, self, self._wfbp_named(), steps.index(max(steps)))
         self._wfbp_num_steps = max(steps)
+
+    _parameter_names = HorovodOptimizer._parameter_names
 
     def synchronize(self) -> None:
         """Do nothing; communication is in :meth:`step`."""

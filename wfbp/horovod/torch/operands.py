@@ -17,6 +17,7 @@ from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch import operands as torch_operands
 from wfbp.torch.compression import Compression, Compressor
+from wfbp.torch.tensors import check
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -27,7 +28,7 @@ class HorovodOp(Enum):
     ADASUM = "adasum"
 
     def __str__(self) -> str:
-        return "wfbp.Adasum"
+        return "hvd.Adasum"
 
 
 def perform(
@@ -72,6 +73,7 @@ def _perform_adasum(
         raise ValueError(f"{HorovodOp.ADASUM} combines a power of two of ranks; there are {size}")
 
     def make(tensor: torch.Tensor, label: str, member: str | None) -> NamedOperation[Any]:
+        check(label, tensor, torch_operands.NAMES)
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"{HorovodOp.ADASUM} combines floating point; found {tensor.dtype}")
         if form.in_place:
@@ -79,7 +81,11 @@ def _perform_adasum(
         mine, context = compression.compress(tensor.detach())
         rows = mine.new_zeros((size, *mine.shape))
         rows[place] = mine * prescale_factor
-        called = f"allreduce by {HorovodOp.ADASUM} of {mine.dtype} of shape {tuple(mine.shape)}"
+        # Ranks compare this text: it has all that must be equal.
+        called = (
+            f"allreduce by {HorovodOp.ADASUM} of {mine.dtype} of shape {tuple(mine.shape)}, "
+            f"prescale_factor={prescale_factor}, postscale_factor={postscale_factor}"
+        )
         operation = operands.make_operation(
             Kind.ALLREDUCE,
             torch_operands.operand_of(rows, label=label),

@@ -40,6 +40,16 @@ class HorovodOptimizer(DistributedOptimizerBase):
             )
         return super().step(closure)
 
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As :meth:`DistributedOptimizerBase.clip_grad_norm_`."""
+        norm = super().clip_grad_norm_(*args, **kwargs)
+        self._wfbp_synchronized = False  # Horovod has no such method
+        return norm
+
+    def _wfbp_forget_sync(self) -> None:
+        super()._wfbp_forget_sync()
+        self._wfbp_synchronized = False
+
     def _wfbp_differs(self, error: DisagreementError) -> None:
         warnings.warn(str(error), stacklevel=2)
 

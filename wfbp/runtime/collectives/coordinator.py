@@ -131,8 +131,8 @@ def _compared(request: Request) -> dict[str, Any]:
         **({"all dimensions but the first": request.shape[1:]} if by_rows else {}),
         **({} if by_rows else {"shape": request.shape}),
         "op": request.op,
-        "prescale_factor": request.prescale,
-        "postscale_factor": request.postscale,
+        "prescale_factor": str(request.prescale),  # as text, because NaN then equals NaN
+        "postscale_factor": str(request.postscale),
         "root_rank": request.root,
         "rows of each rank": () if request.kind is Kind.ALLTOALL else request.splits,
     }

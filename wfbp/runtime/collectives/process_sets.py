@@ -49,7 +49,10 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """Numbers of the ranks, ascending; None of all ranks before ``wfbp.init()``."""
+        """Numbers of the ranks, ascending; None of all ranks before ``wfbp.init()``.
+
+        Of a set that is made of a communicator and was not added yet: a collective among its ranks.
+        """
         if self._ranks is not None:
             return list(self._ranks)
         if self.mpi_comm is not None:

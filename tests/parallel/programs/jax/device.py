@@ -14,7 +14,7 @@ from tests.support.software_xla import SoftwareXla, stand_in
 from wfbp.comm import probe
 from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.jax import exchanges, native
-from wfbp.jax.device import OnGpu
+from wfbp.jax.device import GpuPrograms
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
         device.library = FakeNccl(device, MpiBackend)
     module = stand_in()
     native._built = lambda: module
-    exchanges.programs_site = lambda handlers: OnGpu(handlers, device)
+    exchanges.find_programs = lambda handlers: GpuPrograms(handlers, device)
     program.check.main()
     device.drain()
     assert device.calls["pack"] > 20

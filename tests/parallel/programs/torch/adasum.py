@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
+import numpy as np
 import torch
 
 import wfbp.horovod.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import adamw, mlp, momentum, pair, same, square
+from wfbp.errors import DisagreementError
 from wfbp.horovod.torch.operands import adasum
 
 check = Checks()
@@ -125,3 +128,58 @@ def adasum_in_other_ways() -> None:
         raises(RuntimeError, "no gradients to synchronize", act=skip)
         raises(ValueError, "distributed already", act=lambda: wfbp.DistributedOptimizer(optimizer))
     assert rank < size
+
+
+@check
+def arguments_of_adasum() -> None:
+    """Ranks compare factors; other kinds of op are refused."""
+    for op in (None, "sum", 0, True):
+        raises(
+            ValueError,
+            "expected Average, Sum or Adasum",
+            act=lambda op=op: wfbp.DistributedOptimizer(momentum(mlp(5, 7, 3).parameters()), op=op),
+        )
+    raises(TypeError, act=lambda: wfbp.allreduce(np.ones(3), op=wfbp.Adasum))
+    if wfbp.size() & (wfbp.size() - 1) == 0 and wfbp.size() > 1:
+        factor = 1.0 + wfbp.rank()
+        for name in ("prescale_factor", "postscale_factor"):
+            raises(
+                DisagreementError,
+                name,
+                act=lambda name=name: wfbp.allreduce(
+                    torch.ones(3), op=wfbp.Adasum, **{name: factor}
+                ),
+            )
+        twice = wfbp.allreduce(torch.ones(3), op=wfbp.Adasum, postscale_factor=2.0)
+        assert twice.tolist() == [2.0] * 3
+        optimizer = wfbp.DistributedOptimizer(momentum(mlp(5, 7, 3).parameters()), op=wfbp.Adasum)
+        assert set(optimizer._parameter_names.values()) >= {"group0.param0"}
+
+
+@check
+def programs_without_a_warning() -> None:
+    """What asks for averages once, as under Horovod."""
+    model = mlp(5, 7, 3)
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()))
+
+    def evaluate() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 5).double()).square().mean()
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(evaluate)
+        evaluate()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        evaluate()
+        optimizer.synchronize()
+        evaluate()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        evaluate()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()

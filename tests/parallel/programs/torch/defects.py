@@ -109,6 +109,24 @@ def bound_method_as_attribute() -> None:
     check_training(pair()[0], square, SelfBound, steps=STEPS)
 
 
+class SelfPartial(SelfBound):
+    """Keeps its own method with arguments filled in."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.partial = functools.partial(self.step)
+
+
+@check
+def bound_method_within_a_partial() -> None:
+    """Row 1, where the program declares that the optimizer may be stepped in parts."""
+    params = pair()[0].parameters()
+    wrap = functools.partial(
+        wfbp.DistributedOptimizer, SelfPartial(params), optimizer_sharding=True
+    )
+    raises(ValueError, "keeps its own method", act=wrap)
+
+
 class Averaging(torch.optim.Optimizer):
     """Keeps an average of the parameters beside them: ``eval()`` and ``train()`` exchange both."""
 
@@ -341,6 +359,51 @@ def steps_by_other_methods() -> None:
 def gradients_before_a_closure() -> None:
     """Row 6: ``loss.backward(); optimizer.step(closure)`` where the step uses both gradients."""
     assert check_sam("closure")
+
+
+@check
+def sums_before_a_closure() -> None:
+    """Row 6 with ``op=Sum``: a closure that does not zero adds to what is a sum already."""
+    model, reference = pair()
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Sum)
+    plain = momentum(reference.parameters())
+    for step in range(4):
+        for net, ranks in ((model, [wfbp.rank()]), (reference, range(wfbp.size()))):
+            net.zero_grad()
+            for rank in ranks:
+                square(net, rank, 2 * step)
+
+        def add(step: int = step) -> torch.Tensor:
+            square(model, wfbp.rank(), 2 * step + 1)
+            return torch.zeros(())
+
+        optimizer.step(add)
+        for rank in range(wfbp.size()):
+            square(reference, rank, 2 * step + 1)
+        plain.step()
+        equal(model, reference, f"step {step}")
+
+
+@check
+def tensors_in_a_setting() -> None:
+    """Row 7: a tensor within a tuple is changed right after a step."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        betas = torch.tensor(0.9), torch.tensor(0.999)
+        return torch.optim.Adam(params, lr=0.01, betas=betas, foreach=False)
+
+    model, reference = pair()
+    optimizer = wfbp.DistributedOptimizer(make(model.parameters()), optimizer_sharding=False)
+    plain = make(reference.parameters())
+    for step in range(STEPS):
+        for each in (optimizer, plain):
+            each.zero_grad()
+        square(model, wfbp.rank(), step)
+        averaged(reference, square, step, wfbp.size())
+        for each in (optimizer, plain):
+            each.step()
+            each.param_groups[0]["betas"][0].fill_(0.1 + 0.8 * (step % 2))
+        equal(model, reference, f"step {step}")
 
 
 class Scaled(Descent):
@@ -909,6 +972,7 @@ def nan_as_a_setting() -> None:
         return Descent(params, clip=math.nan, bounds=(0.0, math.nan), rates=torch.tensor(math.nan))
 
     check_training(pair()[0], square, make, steps=STEPS)
+    assert wfbp.allreduce(torch.ones(2), prescale_factor=math.nan).isnan().all()
 
 
 class Wrapper:
@@ -998,6 +1062,9 @@ def sparse_as_dense_alone() -> None:
         for net, each in ((model, optimizer), (reference, plain)):
             each.zero_grad()
             net(step, wfbp.rank()).backward()
+        optimizer.clip_grad_norm_(0.1)
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        for each in (optimizer, plain):
             each.step()
         equal(model, reference, f"step {step}")
     for each in sets:

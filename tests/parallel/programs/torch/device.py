@@ -98,7 +98,7 @@ def records_of(library: str, schedules: list[str]) -> dict[str, Any]:
     device = SoftwareDevice(seed=len(schedules), most_s=2e-4)
     if library == "NCCL":
         device.library = FakeNccl(device, MpiBackend)
-    tensors.place_of = lambda *_: OnDevice(device)  # type: ignore[assignment]
+    tensors.location_of = lambda *_: OnDevice(device)  # type: ignore[assignment]
     wfbp.init(config=equality.CONFIG)
     if device.library is not None:
         two_optimizers(device)

@@ -44,10 +44,10 @@ class Owner(Protocol):
 Call = Callable[[Callable[[Any], Work[Any]], str], Any]
 """Runs one collective on a channel's backend, with a label."""
 
-Place = Callable[[Owner, Backend, Call], Memory]
+Location = Callable[[Owner, Backend, Call], Memory]
 """The place of a lane's tensors: makes the lane's memory on this backend; a collective."""
 
 
-def on_host(owner: Owner, backend: Backend, call: Call) -> Memory:
-    """The place of tensors in the host's memory."""
+def in_host_memory(owner: Owner, backend: Backend, call: Call) -> Memory:
+    """The location of tensors in the host's memory."""
     return Memory(backend, owner.config.zero_copy_min_bytes)
