@@ -221,7 +221,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
                 f"{name} is {value!r}; with op={op} no gradients are sent while backward "
                 "computes, so there is nothing to plan: leave it out"
             )
-    return combine_steps(runtime, optimizer, named_parameters, process_set, compression)
+    return combine_steps(
+        runtime, optimizer, named_parameters, process_set, compression, sparse_as_dense
+    )
 
 
 def _check_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:

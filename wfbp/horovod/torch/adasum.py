@@ -50,6 +50,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         known: list[tuple[str, torch.Tensor]] | None,
         process_set: ProcessSet,
         compression: type[Compressor],
+        sparse_as_dense: bool,
     ) -> None:
         """Take the original's place; a collective. The runtime is None on a rank that steps
         alone."""
@@ -58,6 +59,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         self._wfbp_sync = None
         self._wfbp_process_set = process_set
         self._wfbp_compression = compression
+        self._wfbp_sparse_as_dense = sparse_as_dense
         self._wfbp_runtime = runtime = runtime if runtime and runtime.size > 1 else None
         self._wfbp_skips = False
         self._wfbp_num_steps = 0
@@ -93,6 +95,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         Returns what the optimizer's step returned, or None if a gradient scaler skips the step
         because of another rank's gradients.
         """
+        self._wfbp_make_dense()
         step = self._wfbp_bare["step"]
         if self._wfbp_runtime is None:
             return step(closure)
@@ -199,6 +202,7 @@ def combine_steps(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     process_set: ProcessSet,
     compression: type[Compressor],
+    sparse_as_dense: bool,
 ) -> AdasumOptimizerBase:
     """Wrap an optimizer so that its changes are combined by Adasum; collective.
 
@@ -208,5 +212,7 @@ def combine_steps(
     named_params(optimizer, known, complete=True)
     kind = type(optimizer)
     made = type(kind.__name__, (AdasumOptimizerBase, kind), {})
-    wrapped: AdasumOptimizerBase = made(runtime, optimizer, known, process_set, compression)
+    wrapped: AdasumOptimizerBase = made(
+        runtime, optimizer, known, process_set, compression, sparse_as_dense
+    )
     return wrapped

@@ -139,8 +139,8 @@ def arguments_of_adasum() -> None:
             "expected Average, Sum or Adasum",
             act=lambda op=op: wfbp.DistributedOptimizer(momentum(mlp(5, 7, 3).parameters()), op=op),
         )
-    raises(TypeError, act=lambda: wfbp.allreduce(np.ones(3), op=wfbp.Adasum))
     if wfbp.size() & (wfbp.size() - 1) == 0 and wfbp.size() > 1:
+        raises(TypeError, act=lambda: wfbp.allreduce(np.ones(3), op=wfbp.Adasum))
         factor = 1.0 + wfbp.rank()
         for name in ("prescale_factor", "postscale_factor"):
             raises(

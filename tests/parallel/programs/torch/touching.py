@@ -186,7 +186,7 @@ def one_gradient_for_two_parameters() -> None:
             in_buffer = step >= 6 and lies_in_buffer(model, optimizer, other)
             assert in_buffer or not (kept and step == 6)
             if in_buffer:
-                wanted = "give each tensor a gradient of its own"
+                wanted = "give each tensor its own gradient"
                 raises(RuntimeError, wanted, act=optimizer.step)
                 break
             optimizer.step()
