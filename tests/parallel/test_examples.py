@@ -102,7 +102,7 @@ def test_the_demo_shows_ddp_and_wfbp_side_by_side(tmp_path: Path) -> None:
     for name in ("DDP", "wfbp"):
         assert f"{name}: one step of rank 0" in done.stdout
     page = (tmp_path / "demo" / "demo.html").read_text()
-    assert page.count("<rect") > 10
+    assert page.count("<rect") >= 4
     assert (tmp_path / "demo" / "report.html").exists()
     losses = re.findall(r"([\d.]+) -> ([\d.]+)", done.stdout)
     assert len(losses) == 2
