@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -348,6 +349,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.output / FOLDER
     if options.rank:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the process that started it says why
         train(folder, options.steps)
         return
     console = Console()

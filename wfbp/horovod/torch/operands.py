@@ -133,14 +133,11 @@ def adasum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     wide_a, wide_b = a.double(), b.double()
-    dot, norm_a, norm_b = (float((x * y).sum()) for x, y in _pairs(wide_a, wide_b))
+    pairs = (wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b)
+    dot, norm_a, norm_b = (float((x * y).sum()) for x, y in pairs)
     of_a = 1.0 if norm_a == 0.0 else 1.0 - dot / (2.0 * norm_a)
     of_b = 1.0 if norm_b == 0.0 else 1.0 - dot / (2.0 * norm_b)
     return (of_a * wide_a + of_b * wide_b).to(a.dtype)
-
-
-def _pairs(a: torch.Tensor, b: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-    return (a, b), (a, a), (b, b)
 
 
 class _NoGradient(torch.autograd.Function):
