@@ -330,7 +330,9 @@ class _Drawing:
                 step = replace(step, leave_out=False)
         if step.leave_out and not step.gradients:
             step = replace(step, leave_out=False)
-        if self.likely(0.08) and not step.scaler:
+        # What a failing backward leaves in parameters of other optimizers, one process never had.
+        alone = set(which) == {k for k, o in enumerate(self.optimizers) if o.model in models}
+        if self.likely(0.08) and not step.scaler and alone and not step.others:
             some = tuple(r for r in range(3) if self.likely(0.5)) or (0,)
             everywhere = self.likely(0.5) or self.hooked or step.gradients.startswith("touch")
             # Zeros that only a rank that fails has kept would be gone with its gradients.
