@@ -256,18 +256,20 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
         problem = problem or error
     mine = {name: getattr(runtime.config, name) for name in SHARED}
     mine["record_steps"] = "-".join(map(str, mine["record_steps"]))  # as its variable has it
-    payload = json.dumps([describe_error(problem) if problem else "", mine, platform.node()])
+    place = runtime.local_rank, runtime.local_size
+    payload = json.dumps([describe_error(problem) if problem else "", mine, platform.node(), place])
     payloads = [json.loads(p) for p in runtime.channel.exchange(payload.encode(), _LABEL)]
     if problem is not None:
-        _print_once(runtime, problem, [text for text, _, _ in payloads])
+        _print_once(runtime, problem, [text for text, *_ in payloads])
         raise problem
-    for rank, (text, _, _) in enumerate(payloads):
+    for rank, (text, *_) in enumerate(payloads):
         if text:
             message = text.partition(": ")[2]
             peer_error = PeerError(f"{runtime.where}: init(): rank {rank}: {message}")
             uncaught.print_line(peer_error, "")  # that rank prints it
             raise peer_error
-    settings_by_rank = [settings for _, settings, _ in payloads]
+    runtime.places = [(place[0], place[1]) for *_, place in payloads]
+    settings_by_rank = [settings for _, settings, *_ in payloads]
     differing = [
         name
         for name in SHARED
@@ -284,7 +286,7 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
         uncaught.print_line(disagreement, describe_error(disagreement) if runtime.rank == 0 else "")
         raise disagreement
     if runtime.rank == 0:
-        _tell_who_takes_part(runtime, [host for _, _, host in payloads])
+        _tell_who_takes_part(runtime, [host for _, _, host, _ in payloads])
 
 
 def compare_problem(problem: Exception) -> None:

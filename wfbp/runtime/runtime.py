@@ -79,6 +79,8 @@ class Runtime:
         self.local_rank = backend.local_rank
         self.local_size = backend.local_size
         self.library = backend.library
+        self.places: Sequence[tuple[int, int]] = ()
+        """Of every rank, its number on its host and how many there are; init() learns them."""
         self._backend = backend
         self._network = NetworkCosts(
             config.probe_budget_s, self.check_measurement, backend.rank == 0

@@ -45,7 +45,6 @@ class TraceWriter:
         *,
         offset_s: float = 0.0,
         steps: tuple[int, int] = (0, 2**62),
-        mark_cycles: bool = False,
         warn: Callable[[str, str], None] | None = None,
     ) -> None:
         self._warn = warn or (lambda _, text: log.warning("%s", text))
@@ -53,7 +52,6 @@ class TraceWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._rank = rank
         self._steps = steps  # first and last step of each optimizer to record
-        self._mark_cycles = mark_cycles
         # All stamps are of time.perf_counter and time.monotonic, which tick alike.
         self._start_s = time.perf_counter()
         self._monotonic_s = time.monotonic() - self._start_s
@@ -86,11 +84,6 @@ class TraceWriter:
         if wanted and measured.stamps.begun_s >= self._start_s:  # else it lacks its beginning
             self._records.append((optimizer, number, plan, measured))
 
-    def cycle(self) -> None:
-        """The coordinator of named operations has answered."""
-        if self._mark_cycles and not self._ended:
-            self._records.append((time.monotonic(),))
-
     def operation(self, kind: str, name: str, submitted_s: float, ready_s: float) -> None:
         """Record a named operation that ends now; times are of ``time.monotonic``."""
         if not self._ended:
@@ -114,10 +107,8 @@ class TraceWriter:
                 record = self._records.popleft()
                 if len(record) == 4:
                     self._add_step(*record)
-                elif len(record) == 5:
-                    self._add_operation(*record)
                 else:
-                    self._add("CYCLE_START", "i", _FIRST_OPERATION, record[0] - self._monotonic_s)
+                    self._add_operation(*record)
             events, self._events = self._events, []
             if self._ended or not events:
                 return

@@ -124,8 +124,7 @@ def _norm(powers: Any, norm_type: float) -> float:
 
 
 def _compare(runtime: Runtime, limits: Any) -> None:
-    """Raise ``DisagreementError`` on every rank, naming the argument and two ranks, unless all clip
-    alike."""
+    """Raise ``DisagreementError`` on every rank unless all clip alike."""
     for rank, theirs in enumerate(limits):
         for field, value, first in zip(fields(Limit), theirs, limits[0], strict=True):
             if value != first:

@@ -122,10 +122,7 @@ class GradientGuard:
         self._choose()
 
     def _accumulated_beside(self, grad: torch.Tensor) -> bool:
-        """Whether another gradient's hook has counted all changes of the memory of both.
-
-        Gradients of parameters that were concatenated, for example, are parts of one tensor.
-        """
+        """Whether another gradient's hook has counted all changes of memory that both share."""
         if grad.is_sparse:
             return False
         memory = grad.untyped_storage().data_ptr()
@@ -329,8 +326,7 @@ class OptimizerSync:
         return grad.data_ptr() or _EMPTY, grad
 
     def _keep_sparse(self, index: int) -> bool:
-        """Whether a parameter's gradient is sparse and travels so; it is kept until the step
-        closes."""
+        """Whether a gradient is sparse and travels so, when the step closes."""
         grad = self._params[index].grad
         self._sparse.pop(index, None)
         if grad is None or not grad.is_sparse or self._sparse_as_dense:
@@ -346,11 +342,9 @@ class OptimizerSync:
         return True
 
     def _close(self, whole: bool, wanted: bool = False) -> list[BufferView | None]:
-        """Close the step, wait, and let ``p.grad`` be the reduced gradient of each parameter.
-
-        The optimizer needs whole gradients if ``whole`` (equal on every rank), this rank's program
-        if ``wanted``. Returns where gradients lie; of a shard, ``p.grad`` is left as it is.
-        """
+        """Close the step, wait, and let ``p.grad`` be the reduced gradients, except of shards."""
+        # Whole gradients are for the optimizer if ``whole``, equal on every rank; if ``wanted``,
+        # for this rank's program.
         reducer = self.reducer
         if self._successor:
             raise RuntimeError(
@@ -417,10 +411,7 @@ class OptimizerSync:
     def _take_sparse(
         self, sparse: dict[int, torch.Tensor], reduced: Sequence[BufferView | None]
     ) -> None:
-        """Let ``p.grad`` hold what is sparse on some rank; a collective.
-
-        If another rank has a dense gradient, the result is dense.
-        """
+        """Let ``p.grad`` hold what is sparse on some rank, dense if any is; a collective."""
         totals = exchanges.sparse_sums(self.reducer, self._params, sparse, self._op is Op.AVERAGE)
         for index, total in totals.items():
             param = self._params[index]
@@ -432,11 +423,8 @@ class OptimizerSync:
                 param.grad.add_(total)
 
     def _compare(self) -> None:
-        """Before the first update, compare hyperparameters.
-
-        This follows the step's gradients, because their groups use the same backend in the same
-        order.
-        """
+        """Before the first update, compare hyperparameters; a collective."""
+        # After the step's gradients: all ranks must use the backend in the same order.
         if self._compared:
             return
         try:
@@ -567,14 +555,6 @@ class OptimizerSync:
         finally:
             self.reducer.evaluates = False
 
-    def combined_loss(self, loss: Any) -> Any:
-        """The loss of all ranks that have one, combined as their gradients are; a collective.
-
-        A line search must see the loss of the averaged gradients, the same on every rank. Anything
-        but a real number or a tensor of one is returned unchanged.
-        """
-        return exchanges.combined_loss(self.reducer, loss, self._op is Op.AVERAGE)
-
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
         self.held = self._shard_factor = None
@@ -623,8 +603,7 @@ class OptimizerSync:
     # Ranks that have joined, because they have no more data.
 
     def _note_joined(self) -> None:
-        """If ranks have joined, the others step whole parameters, with whole state, by themselves;
-        collective."""
+        """If ranks have joined, let the others step whole parameters; collective."""
         joined = self.reducer.joined_ranks
         self._alone = bool(joined)
         if joined:
@@ -650,7 +629,7 @@ class OptimizerSync:
                     return
                 self._note_joined()
                 if reducer.evaluated:
-                    self.combined_loss(None)
+                    exchanges.combined_loss(reducer, None, self._op is Op.AVERAGE)
                 note_progress()
         finally:
             reducer.joined = self._alone = False
@@ -686,10 +665,7 @@ class OptimizerSync:
 
 
 def _timed(reducer: Reducer, step: Callable[[], Any]) -> Callable[[], Any]:
-    """An optimizer's ordinary step, whose time the reducer learns.
-
-    All of ``p.grad``, parameters and state are whole.
-    """
+    """An optimizer's ordinary step on whole gradients, whose time the reducer learns."""
 
     def step_whole() -> Any:
         start = reducer.clock.start_update()

@@ -155,11 +155,9 @@ def _gradient(
 
 
 class _Connect(torch.autograd.Function):
-    """Returns what was computed outside; backward runs the collective of its gradient.
+    """Returns what was computed outside; backward runs the collective of its gradient."""
 
-    The result comes in a list because it is no input, and the anchor makes it require a gradient
-    whatever the input does.
-    """
+    # The result comes in a list because it is no input; the anchor makes it require a gradient.
 
     @staticmethod
     def forward(

@@ -22,6 +22,7 @@ from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.clipping import Limit
 from wfbp.torch.compiling import uncompiled
+from wfbp.torch.exchanges import combined_loss
 from wfbp.torch.gradient_sync import OptimizerSync
 from wfbp.torch.original import check_params, named_params, param_ids, take_place, wrapped_of
 
@@ -431,11 +432,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                     param.grad = param.grad.to_dense()
 
     def _wfbp_is_averaged(self) -> bool:
-        """Whether a step within ``skip_synchronize()`` has averages to take.
-
-        Raises:
-            RuntimeError: it has gradients that were not averaged.
-        """
+        """Whether a step that skips synchronizing has averages; error if others are there."""
         if self._wfbp_sync_state is not SyncState.NOBODY:
             return True
         if self._wfbp_sync is not None:
@@ -480,7 +477,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             return loss
         with sync.evaluating():
             self.synchronize()
-        return sync.combined_loss(loss)
+        return combined_loss(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
 
     def _wfbp_forget_sync(self) -> None:
         """Forget averages that were used, or will not be used."""
@@ -586,10 +583,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     @property
     @uncompiled
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by ``torch.amp.GradScaler.step`` before it looks at gradients.
-
-        They must be averaged by then, so that an infinity on one rank makes every rank skip.
-        """
+        """Read by ``GradScaler.step`` before it looks at gradients."""
+        # Averaged by then, an infinity on one rank makes every rank skip.
         self._wfbp_average_for_scaler()
         return bool(getattr(self._wfbp_original, "_step_supports_amp_scaling", False))
 

@@ -188,10 +188,7 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The place of a tensor in a state whose tensors are sent by themselves.
-
-    It keeps its memory order: fused optimizers step parameter and state in the order of memory.
-    """
+    """The place of a tensor in a state, in its memory order, in which fused optimizers step."""
 
     layout: tensors.Layout
     on_device: bool

@@ -89,8 +89,8 @@ class StateSharding:
         return shard
 
     def _place(self, shard: torch.Tensor, index: int) -> torch.Tensor:
-        """Let a tensor be a parameter's shard. It is no view, which would keep another tensor that
-        uses the parameter's memory."""
+        """Let a tensor be a parameter's shard."""
+        # No view: that would keep another tensor that uses the parameter's memory.
         param, part = self._params[index], self._parts[index]
         with torch.no_grad():
             return shard.set_(  # type: ignore[call-overload, no-any-return]
@@ -261,10 +261,7 @@ def _collect(
     shards: dict[int, torch.Tensor],
     state: State,
 ) -> Content:
-    """The state of some shards: outlines, and the bytes of what is sharded.
-
-    Raises ``RefusalError`` if one of these parameters is not sharded here.
-    """
+    """Outlines and bytes of shards' state; ``RefusalError`` if one is not sharded here."""
     outlines: dict[int, dict[Any, Any]] = {}
     parts: list[Any] = []
     for index in indices:

@@ -185,11 +185,8 @@ class Update:
         return result
 
     def _target(self, param: torch.Tensor, reduced: Reduced | None) -> torch.Tensor:
-        """The tensor that the optimizer steps for a parameter: itself or its shard.
-
-        It also sees empty shards, as tensors without gradient, because it may count the steps of a
-        group.
-        """
+        """The tensor that the optimizer steps for a parameter: itself or its shard."""
+        # Empty shards too, without gradients: an optimizer may count the steps of a group.
         sharding, index = self.sharding, self._index.get(id(param), -1)
         assert sharding is not None
         if index not in sharding:
@@ -268,11 +265,8 @@ class Update:
         self._reducer.memory.publish()
 
     def _step_aliases(self, indices: Sequence[int]) -> Any:
-        """Step some parameters as the groups were when the step was asked for.
-
-        The optimizer gets aliases of them: a gradient that the program has computed meanwhile stays
-        the parameter's.
-        """
+        """Step some parameters with the settings from when the step was asked for."""
+        # By aliases: gradients that the program has computed meanwhile stay the parameters'.
         start = self._reducer.clock.start_update()
         attributes, groups = self._snapshot
         own, state = self._optimizer.state, defaultdict[torch.Tensor, Any](dict)
@@ -319,11 +313,8 @@ def _copied(value: Any) -> Any:
 
 
 def _outside_modes(act: Callable[[], Any], device: torch.device) -> Any:
-    """Call a function where no mode and no transform (``torch.func``) affects tensors.
-
-    They belong to threads, so it is called in another one if any is active, on the calling thread's
-    stream of the device.
-    """
+    """Call a function where no mode and no transform (``torch.func``) affects tensors."""
+    # These belong to threads, so another thread calls it, on this one's stream, if any is active.
     functorch: Any = torch._C._functorch
     counts: Any = torch._C
     if functorch.peek_interpreter_stack() is None and not (

@@ -30,7 +30,7 @@ from wfbp.horovod.torch.operands import HorovodOp
 from wfbp.horovod.torch.optimizer import HorovodOptimizer
 from wfbp.horovod.torch.timeline import start_timeline, stop_timeline
 from wfbp.runtime import process
-from wfbp.runtime.collectives.api import current, runtime_of
+from wfbp.runtime.collectives.api import runtime_of
 from wfbp.runtime.collectives.forms import FORMS
 from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
@@ -85,19 +85,18 @@ def join(device: int = -1) -> int:
 def cross_rank() -> int:
     """Number of this host among those that have a rank with this ``local_rank()``, from 0."""
     runtime = process.current("cross_rank()")
-    local = [place for place, _ in current("cross_rank()").hosts[: runtime.rank]]
-    return local.count(runtime.local_rank)
+    return [place for place, _ in runtime.places[: runtime.rank]].count(runtime.local_rank)
 
 
 def cross_size() -> int:
     """Number of hosts that have a rank with this ``local_rank()``."""
     runtime = process.current("cross_size()")
-    return [place for place, _ in current("cross_size()").hosts].count(runtime.local_rank)
+    return [place for place, _ in runtime.places].count(runtime.local_rank)
 
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
-    return len({count for _, count in current("is_homogeneous()").hosts}) == 1
+    return len({count for _, count in process.current("is_homogeneous()").places}) == 1
 
 
 def mpi_threads_supported() -> bool:

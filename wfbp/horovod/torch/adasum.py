@@ -122,10 +122,8 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
     @property
     @uncompiled
     def _step_supports_amp_scaling(self) -> bool:
-        """Read first by ``GradScaler.step()``, which may then leave out ``step()`` on this rank.
-
-        Steps are combined, so that an infinity on one rank must make every rank skip.
-        """
+        """Read first by ``GradScaler.step()``, which may then leave out ``step()``."""
+        # Steps are combined, so an infinity on one rank must make every rank skip.
         if self._wfbp_runtime is not None:
             infinite = torch.tensor([0.0 if self._wfbp_is_finite() else 1.0])
             # A rank that has joined takes part in an all-reduce, and in nothing else.

@@ -64,10 +64,8 @@ def _perform_adasum(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """All-reduce by Adasum: every rank combines the contributions of all.
-
-    A sum gathers them; ranks that have joined contribute zeros.
-    """
+    """All-reduce by Adasum: every rank combines the contributions of all."""
+    # A sum gathers them, because it is open to ranks that have joined; they contribute zeros.
     size, place = process_set.size(), process_set.rank()
     if size & (size - 1):
         raise ValueError(f"{HorovodOp.ADASUM} combines a power of two of ranks; there are {size}")

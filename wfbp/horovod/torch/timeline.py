@@ -18,7 +18,7 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     Args:
         file_path: rank 0's file; rank 3 writes ``NAME.rank3.json`` beside ``NAME.json``. It is
             readable at any time; ``wfbp timeline`` merges the files of all ranks.
-        mark_cycles: whether to mark the coordinator's answers, like Horovod's cycles.
+        mark_cycles: ignored; there are no cycles.
 
     Raises:
         OSError: the file cannot be written.
@@ -29,7 +29,7 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
     collectives.record(None)
     warn = runtime_of(global_process_set, "start_timeline()").warn_once
-    collectives.record(TraceWriter(path, rank, mark_cycles=mark_cycles, warn=warn))
+    collectives.record(TraceWriter(path, rank, warn=warn))
 
 
 def stop_timeline() -> None:

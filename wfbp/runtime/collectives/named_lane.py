@@ -184,8 +184,6 @@ class NamedLane:
 
     def _start_all(self, responses: Sequence[Response]) -> None:
         """Start the operations of one message of the coordinator."""
-        if responses and (timeline := self._runtime.timeline) is not None:
-            timeline.cycle()
         # Only within one message, because ranks read messages at different times.
         for together in _fusible(responses):
             self._start(together)
@@ -250,8 +248,7 @@ class NamedLane:
         return Finished(None), lambda: [data]  # a barrier or join: all ranks are there
 
     def _combine(self, parts: Sequence[Buffer], request: Request, counts: Sequence[int]) -> Begun:
-        """Start a reduction, of complex numbers as pairs of reals; ``counts`` are each rank's bytes
-        of a reduce-scatter."""
+        """Start a reduction; ``counts`` are each rank's bytes of a reduce-scatter."""
         request = request._replace(dtype=real_dtype(request.dtype))
         parts = [part.view(word_dtype(request.dtype)) for part in parts]
         for part in parts:

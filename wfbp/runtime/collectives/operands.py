@@ -1,10 +1,9 @@
-"""Makes operations from a program's tensors or arrays; those on arrays of NumPy and CuPy."""
+"""Makes operations from a program's tensors or arrays; those on arrays of NumPy."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,11 +126,12 @@ def perform_on_arrays(
 
 def array_operand(value: Any, in_place: bool = False, label: str = "array") -> Operand:
     """An array of NumPy or CuPy, or a value that NumPy converts."""
-    on_device = hasattr(value, "__cuda_array_interface__")
-    if in_place and not on_device:
+    if hasattr(value, "__cuda_array_interface__"):
+        found: Operand = import_module("wfbp.cuda.operands").device_operand(value, in_place, label)
+        return found
+    if in_place:
         check_writable(label, value)
-    # Arrays of a device are sent through the host, as those of NumPy.
-    source = _cupy().asnumpy(_cupy().asarray(value)) if on_device else np.asarray(value)
+    source = np.asarray(value)
     check_bytes(label, source)
     private = in_native_order(source)
     if not (in_place and private.flags.c_contiguous):
@@ -139,33 +139,18 @@ def array_operand(value: Any, in_place: bool = False, label: str = "array") -> O
     dtype, shape = dtype_key(private.dtype), source.shape
     flat = flattened(private)
 
-    def placed(array: Any) -> Any:
-        """A result on the operand's device, made CuPy's current one."""
-        if not on_device:
-            return array
-        with getattr(value, "device", None) or nullcontext():
-            return _cupy().asarray(array)
-
     def whole() -> Any:
         if not in_place:
-            return placed(private)
-        if on_device:
-            with getattr(value, "device", None) or nullcontext():
-                _cupy().asarray(value)[...] = _cupy().asarray(private)
-        elif private is not value:
+            return private
+        if private is not value:
             np.copyto(value, private)
         return value
 
     def rows(data: Buffer, count: int) -> Any:
-        return placed(data.view(np.uint8).view(private.dtype).reshape(count, *shape[1:]))
+        return data.view(np.uint8).view(private.dtype).reshape(count, *shape[1:])
 
     data = flat.view(word_dtype(dtype)) if dtype in HALF else flat
     return Operand(dtype, shape, data, whole, rows)
-
-
-def _cupy() -> Any:
-    """CuPy, which programs with arrays of a device have."""
-    return importlib.import_module("cupy")
 
 
 def _check_op(op: object, dtype: str, factors: tuple[float, float]) -> None:

@@ -57,10 +57,6 @@ class Collectives:
         self._set_numbers = count()
         self.sets: dict[int, _Set] = {}  # by number; 0 for all ranks
         self.rank = runtime.rank
-        place = json.dumps([runtime.local_rank, runtime.local_size]).encode()
-        places = runtime.channel.exchange(place, "init(): comparing hosts")
-        self.hosts: list[tuple[int, int]] = [tuple(json.loads(each)) for each in places]
-        """Of every rank, its number on its host and how many there are."""
         self._make_set(tuple(range(runtime.size)))
 
     # Process sets.

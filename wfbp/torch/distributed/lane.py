@@ -23,7 +23,7 @@ from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.inquiry import Inquiry
 from wfbp.torch.distributed.messages import Messages
-from wfbp.torch.distributed.operations import Operation
+from wfbp.torch.distributed.operations import GroupOperation
 
 NOTICE = "process group"
 """Kind of the notices of all lanes, which name their group."""
@@ -53,10 +53,10 @@ class GroupLane:
         self._served = False
         self._check_all = check_all
         # Collectives: not begun, compared, and under way.
-        self._queue: deque[Operation] = deque()
-        self._checking: tuple[Operation, Work[list[bytes]]] | None = None
-        self._in_flight: list[tuple[Operation, Work[Any]]] = []
-        self._exchanged: list[tuple[Operation, Work[Any]]] = []  # messages
+        self._queue: deque[GroupOperation] = deque()
+        self._checking: tuple[GroupOperation, Work[list[bytes]]] | None = None
+        self._in_flight: list[tuple[GroupOperation, Work[Any]]] = []
+        self._exchanged: list[tuple[GroupOperation, Work[Any]]] = []  # messages
         self._left_since: dict[int, float] = {}
         self._texts: dict[int, str] = {}  # of the last collectives
         self._number = self._fingerprint = 0
@@ -64,7 +64,7 @@ class GroupLane:
         self._look_s = 0.0
         self._inquiry: Inquiry | None = None
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: GroupOperation) -> None:
         """Begin a collective after those before it."""
         if self.error is not None:
             operation.work.complete(self.error)
@@ -78,7 +78,7 @@ class GroupLane:
         self._queue.append(operation)
         self._serve(True)
 
-    def submit_message(self, operation: Operation) -> None:
+    def submit_message(self, operation: GroupOperation) -> None:
         """Begin a message at once."""
         if self.error is not None:
             operation.work.complete(self.error)
@@ -156,7 +156,7 @@ class GroupLane:
             self._loop.remove_lane(self)
         self._served = wanted
 
-    def _pending(self) -> list[Operation]:
+    def _pending(self) -> list[GroupOperation]:
         """Collectives, the oldest first."""
         checking = [self._checking[0]] if self._checking else []
         return [*(operation for operation, _ in self._in_flight), *checking, *self._queue]
@@ -185,13 +185,13 @@ class GroupLane:
             self._begin(operation)
         return progressed
 
-    def _is_checked(self, operation: Operation) -> bool:
+    def _is_checked(self, operation: GroupOperation) -> bool:
         if self._exchange.checks or self._exchange.size == 1:
             return False
         number, always = operation.number, self._check_all or bool(operation.sent)
         return always or number <= _ALWAYS_CHECKED or number % _CHECKED_EVERY == 0
 
-    def _differ(self, operation: Operation, payloads: Sequence[bytes]) -> bool:
+    def _differ(self, operation: GroupOperation, payloads: Sequence[bytes]) -> bool:
         """Whether ranks are in different operations, or send others than this one expects."""
         numbers = [np.frombuffer(payload, np.int64).tolist() for payload in payloads]
         if any(found[0] != operation.fingerprint for found in numbers):
@@ -199,7 +199,7 @@ class GroupLane:
         sent = [found[1 + self._exchange.rank] for found in numbers] if operation.sent else []
         return sent != list(operation.expected)
 
-    def _begin(self, operation: Operation) -> None:
+    def _begin(self, operation: GroupOperation) -> None:
         self._in_flight.append((operation, operation.begin(self._exchange, operation.fingerprint)))
 
     def _advance_collectives(self) -> bool:
@@ -236,7 +236,7 @@ class GroupLane:
         self.polls = bool(self._exchanged or self._inquiry) or self.messages.sending
         return progressed
 
-    def _lateness(self, operation: Operation, now: float) -> WfbpError | None:
+    def _lateness(self, operation: GroupOperation, now: float) -> WfbpError | None:
         """The error of a message that is overdue, or whose other rank has left."""
         if now > operation.work.deadline_s:
             return StallError(
@@ -252,7 +252,7 @@ class GroupLane:
             )
         return None
 
-    def _where(self, operation: Operation) -> str:
+    def _where(self, operation: GroupOperation) -> str:
         return f"{self._runtime.where}: {operation.text} of {self._name}"
 
     # When collectives differ, or one is overdue.
@@ -302,7 +302,7 @@ class GroupLane:
             self._inquiry.places[sender] = notice["place"]
 
 
-def _finish(operation: Operation) -> None:
+def _finish(operation: GroupOperation) -> None:
     """Complete an operation; its caller gets the error of what is left to do, if any."""
     try:
         operation.finish()

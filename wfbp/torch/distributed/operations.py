@@ -28,7 +28,7 @@ Begin = Callable[[Exchange, int], Work[Any]]
 
 
 @dataclass(eq=False, slots=True)
-class Operation:
+class GroupOperation:
     """A collective of this rank, or a message to or from ``peer`` (None: any rank).
 
     ``begin`` starts a collective with a fingerprint; ``finish`` runs once it is complete.
@@ -114,7 +114,7 @@ class Call:
         incoming: Blocks,
         results: Sequence[Tensor],
         is_known: bool = True,
-    ) -> Operation:
+    ) -> GroupOperation:
         """Copy blocks from rank to rank. Of sizes that are not known, each rank knows its own."""
         self._check(outgoing, incoming)
         sent, expected = self._numels(outgoing), self._numels(incoming)
@@ -129,7 +129,7 @@ class Call:
             operation.text = f"{operation.key}, sends {sent}, expects {expected})"
         return operation
 
-    def combine(self, outgoing: Blocks, output: Tensor, is_wanted: bool = True) -> Operation:
+    def combine(self, outgoing: Blocks, output: Tensor, is_wanted: bool = True) -> GroupOperation:
         """Combine all ranks' blocks for this rank, if it wants them."""
         incoming = list(self.nothing)
         if is_wanted:
@@ -142,14 +142,14 @@ class Call:
             [output],
         )
 
-    def run(self, what: str, begin: Begin, results: Sequence[Tensor]) -> Operation:
+    def run(self, what: str, begin: Begin, results: Sequence[Tensor]) -> GroupOperation:
         """The operation that ``begin`` starts; ranks compare ``what``, the root and the op."""
         if self.root is not None:
             what += f", root {self.root}"
         if self.op is not None:
             what += f", {tensors.op_name(self.op)}"
         text = f"{self._name}({what})"
-        return Operation(text, begin, self.memory.deliver, results, key=text)
+        return GroupOperation(text, begin, self.memory.deliver, results, key=text)
 
     def reduction(self, tensor: Tensor) -> Reduction:
         """How elements are combined."""
@@ -165,8 +165,7 @@ class Call:
         return f"{dtype}{list(numels[:1] if len(set(numels)) == 1 else numels)}"
 
     def _check(self, outgoing: Blocks, incoming: Blocks) -> None:
-        """Raise ``ValueError`` unless tensors have one type, and those of this rank one size; with
-        a root, all of them."""
+        """Raise ``ValueError`` unless tensors have one type, and this rank's equal sizes."""
         blocks = [outgoing[self.rank], incoming[self.rank]]
         if self.root is not None:
             blocks = [*outgoing, *incoming]
@@ -189,7 +188,7 @@ class Form(NamedTuple):
     name: str
     options: type[Any]
     arguments: Sequence[str]
-    make: Callable[..., Operation]
+    make: Callable[..., GroupOperation]
 
     def parse(self, given: Sequence[Any], named: dict[str, Any]) -> Any:
         """The options that a program has given."""
@@ -206,7 +205,7 @@ class Form(NamedTuple):
 
     def operations(
         self, rank: int, size: int, given: Sequence[Any], options: Any
-    ) -> list[Operation]:
+    ) -> list[GroupOperation]:
         """What this rank does."""
         items = [_items(kind, each) for kind, each in zip(self.arguments, given, strict=True)]
         return [
@@ -232,10 +231,10 @@ def _items(kind: str, given: Any) -> list[Any]:
 
 def _form(
     name: str, options: type[Any], *arguments: str, also: Sequence[str] = ()
-) -> Callable[[Callable[..., Operation]], Callable[..., Operation]]:
+) -> Callable[[Callable[..., GroupOperation]], Callable[..., GroupOperation]]:
     """Decorator of a function that makes the operation; ``also`` are other names of its method."""
 
-    def decorate(make: Callable[..., Operation]) -> Callable[..., Operation]:
+    def decorate(make: Callable[..., GroupOperation]) -> Callable[..., GroupOperation]:
         for method in (make.__name__, *also):
             FORMS[method] = Form(name, options, arguments, make)
         return make
@@ -244,12 +243,12 @@ def _form(
 
 
 @_form("all_reduce", c10d.AllreduceCoalescedOptions, "one")
-def allreduce_coalesced(call: Call, tensor: Tensor) -> Operation:
+def allreduce_coalesced(call: Call, tensor: Tensor) -> GroupOperation:
     return allreduce(call, tensor)
 
 
 @_form("all_reduce", c10d.AllreduceOptions, "one")
-def allreduce(call: Call, tensor: Tensor) -> Operation:
+def allreduce(call: Call, tensor: Tensor) -> GroupOperation:
     if tensor.layout is torch.sparse_coo:
         return _all_reduce_sparse(call, tensor)
     how = call.reduction(tensor)
@@ -259,7 +258,7 @@ def allreduce(call: Call, tensor: Tensor) -> Operation:
     )
 
 
-def _all_reduce_sparse(call: Call, tensor: Tensor) -> Operation:
+def _all_reduce_sparse(call: Call, tensor: Tensor) -> GroupOperation:
     """Every rank adds the values of all ranks."""
     if call.op != ReduceOp.SUM:
         raise ValueError(f"{tensors.op_name(call.op)} of a sparse tensor; expected SUM")
@@ -276,12 +275,12 @@ def _all_reduce_sparse(call: Call, tensor: Tensor) -> Operation:
 
 
 @_form("reduce", c10d.ReduceOptions, "one")
-def reduce(call: Call, tensor: Tensor) -> Operation:
+def reduce(call: Call, tensor: Tensor) -> GroupOperation:
     return call.combine(call.at_root(call.source(tensor)), tensor, is_wanted=call.is_root)
 
 
 @_form("reduce_scatter", c10d.ReduceScatterOptions, "one", "list")
-def reduce_scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> Operation:
+def reduce_scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> GroupOperation:
     return call.combine(call.each(call.source, inputs), output)
 
 
@@ -296,19 +295,19 @@ def reduce_scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> Oper
         "reduce_scatter_tensor_coalesced",
     ),
 )
-def reduce_scatter_single(call: Call, output: Tensor, tensor: Tensor) -> Operation:
+def reduce_scatter_single(call: Call, output: Tensor, tensor: Tensor) -> GroupOperation:
     return call.combine(call.split(call.source(tensor), tensor), output)
 
 
 @_form("broadcast", c10d.BroadcastOptions, "one")
-def broadcast(call: Call, tensor: Tensor) -> Operation:
+def broadcast(call: Call, tensor: Tensor) -> GroupOperation:
     if call.is_root:
         return call.move(call.same(tensor), call.nothing, [tensor])
     return call.move(call.nothing, call.at_root(call.target(tensor)), [tensor])
 
 
 @_form("all_gather", c10d.AllgatherOptions, "list", "one")
-def allgather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> Operation:
+def allgather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> GroupOperation:
     return call.move(call.same(tensor), call.each(call.target, outputs), outputs)
 
 
@@ -319,12 +318,12 @@ def allgather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> Operatio
     "one",
     also=("_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
 )
-def all_gather_single(call: Call, output: Tensor, tensor: Tensor) -> Operation:
+def all_gather_single(call: Call, output: Tensor, tensor: Tensor) -> GroupOperation:
     return call.move(call.same(tensor), call.split(call.target(output), output), [output])
 
 
 @_form("gather", c10d.GatherOptions, "list", "one")
-def gather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> Operation:
+def gather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> GroupOperation:
     outgoing = call.at_root(call.source(tensor))
     if call.is_root:
         return call.move(outgoing, call.each(call.target, outputs), outputs)
@@ -332,13 +331,13 @@ def gather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> Operation:
 
 
 @_form("scatter", c10d.ScatterOptions, "one", "list")
-def scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> Operation:
+def scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> GroupOperation:
     outgoing = call.each(call.source, inputs) if call.is_root else call.nothing
     return call.move(outgoing, call.at_root(call.target(output)), [output])
 
 
 @_form("all_to_all", c10d.AllToAllOptions, "list", "list")
-def alltoall(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Operation:
+def alltoall(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> GroupOperation:
     outgoing, incoming = call.each(call.source, inputs), call.each(call.target, outputs)
     return call.move(outgoing, incoming, outputs, is_known=False)
 
@@ -346,14 +345,14 @@ def alltoall(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) ->
 @_form("all_to_all", c10d.AllToAllOptions, "one", "one", "rows", "rows", also=["alltoall_base"])
 def all_to_all_single(
     call: Call, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
-) -> Operation:
+) -> GroupOperation:
     outgoing = call.split(call.source(tensor), tensor, sent)
     incoming = call.split(call.target(output), output, received)
     return call.move(outgoing, incoming, [output], is_known=not (received or sent))
 
 
 @_form("barrier", c10d.BarrierOptions)
-def barrier(call: Call) -> Operation:
+def barrier(call: Call) -> GroupOperation:
     def begin(exchange: Exchange, mark: int) -> Work[Any]:
         if exchange.checks:
             return exchange.move(call.nothing, call.nothing, mark)

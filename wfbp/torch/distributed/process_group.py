@@ -20,7 +20,7 @@ from wfbp.errors import PeerError, StallError
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.lane import GroupLane
 from wfbp.torch.distributed.messages import Receipt
-from wfbp.torch.distributed.operations import FORMS, Form, Operation
+from wfbp.torch.distributed.operations import FORMS, Form, GroupOperation
 from wfbp.torch.distributed.tensors import Memory, sizes
 from wfbp.torch.distributed.work import GroupWork
 
@@ -162,7 +162,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._post(submit, options.asyncOp)
         return work
 
-    def _work(self, operations: Sequence[Operation], timeout: timedelta) -> GroupWork:
+    def _work(self, operations: Sequence[GroupOperation], timeout: timedelta) -> GroupWork:
         """What completes with some operations."""
         limit = timeout if timeout > timedelta(0) else self._timeout
         work = GroupWork(self._runtime.thread, limit.total_seconds(), self._coalesced)
@@ -235,7 +235,7 @@ class ProcessGroup(dist.ProcessGroup):
             return Receipt(messages, data, tensor.dtype, peer, tag, operation.work)
 
         text = f"{kind}({sizes(tensor)}, {'' if peer is None else f'rank {peer}, '}tag {tag})"
-        operation = Operation(text, begin, memory.deliver, [tensor], peer=peer)
+        operation = GroupOperation(text, begin, memory.deliver, [tensor], peer=peer)
         work = self._work([operation], timeout or self._timeout)
         self._post(lambda: self.lane.submit_message(operation), wakes=True)
         return work

@@ -122,8 +122,7 @@ class GroupWork(TorchWork):
 
 
 class _Future(torch.futures.Future[Any]):
-    """The future of a ``Work``. Callbacks in Python are user code, which may wait for further
-    operations: they run on threads of their own."""
+    """The future of a ``Work``; callbacks, which may wait for operations, run on own threads."""
 
     def __init__(self, work: GroupWork) -> None:
         super().__init__()
@@ -160,10 +159,7 @@ class _Future(torch.futures.Future[Any]):
 
 
 class _Failure:
-    """The value of the future of work that has failed.
-
-    PyTorch's C++ side, which cannot be told of an error, pickles it to find tensors.
-    """
+    """The value of the future of work that has failed; PyTorch's C++ side pickles it."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
