@@ -6,10 +6,11 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
+from wfbp.cupy_arrays import device_operand
 from wfbp.runtime.api.parameters import broadcast_arrays
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.forms import Form
-from wfbp.runtime.collectives.operands import perform_on_arrays
+from wfbp.runtime.collectives.operands import array_operand, perform_on_arrays
 from wfbp.runtime.collectives.process_sets import global_process_set
 
 if TYPE_CHECKING:
@@ -68,9 +69,12 @@ def perform(form: Form, value: Any, **options: Any) -> Any:
     """Run a function of ``wfbp.collectives`` on one value or several of one kind."""
     if form.grouped:
         value = list(value)
-    adapter = _adapter(value[0] if form.grouped and value else value)
+    first = value[0] if form.grouped and value else value
+    adapter = _adapter(first)
     if adapter is None:
-        return perform_on_arrays(form, value, **options)
+        on_device = hasattr(first, "__cuda_array_interface__")
+        operand_of = device_operand if on_device else array_operand
+        return perform_on_arrays(form, value, operand_of, **options)
     if adapter.__name__ == "wfbp.torch":
         return getattr(adapter.collectives, form.name)(value, **options)
     act = getattr(adapter, form.name, None)

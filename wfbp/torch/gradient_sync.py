@@ -215,7 +215,8 @@ class OptimizerSync:
         for parameter_name, param in named:
             if (other := registry.owners.get(id(param))) is not None and other is not previous:
                 other.hand_over(parameter_name)
-        self._successor = ""
+        self.successor = ""
+        """What another optimizer has taken over, if any."""
         self._sparse: dict[int, torch.Tensor] = {}
         self._local = local
         self._unsent: set[int] = set()  # parameters with gradients of such passes
@@ -252,16 +253,6 @@ class OptimizerSync:
     def open(self) -> bool:
         """Whether gradients have appeared that no step has taken."""
         return self.reducer.open or bool(self._sparse or self._unsent)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether no other optimizer has taken over the parameters."""
-        return not self._successor
-
-    @property
-    def shares_state(self) -> bool:
-        """Whether this rank has shards of the optimizer's state."""
-        return bool(self.update.sharding)
 
     # Gradients, from backward to the close of the step.
 
@@ -346,9 +337,9 @@ class OptimizerSync:
         # Whole gradients are for the optimizer if ``whole``, equal on every rank; if ``wanted``,
         # for this rank's program.
         reducer = self.reducer
-        if self._successor:
+        if self.successor:
             raise RuntimeError(
-                f"{self._name}: another DistributedOptimizer was made of {self._successor}; use "
+                f"{self._name}: another DistributedOptimizer was made of {self.successor}; use "
                 "that one. A parameter's gradient can be exchanged by one of them only"
             )
         if self._local:
@@ -437,10 +428,7 @@ class OptimizerSync:
     # Steps.
 
     def reduce(self, wanted: bool = False) -> None:
-        """Close the step and wait for the gradients that the optimizer needs.
-
-        ``wanted``: the program is about to look at all of them.
-        """
+        """Close the step and wait for averages, whole ones if ``wanted`` by the program."""
         if self.reducer.decoupled:
             self.update.pending.wait_all()
         reduced = self._close(whole=False, wanted=wanted)
@@ -449,10 +437,7 @@ class OptimizerSync:
         self._is_clipped, self._shard_factor = False, None
 
     def synchronize(self, place: int = 0) -> bool:
-        """Close the step, unless that was done, and have whole gradients and parameters.
-
-        ``place``: see :attr:`Reducer.place`. Returns whether any rank had a gradient.
-        """
+        """Have whole averages and parameters; whether any rank had a gradient."""
         self.update.flush()
         if self.held is None:
             self.reducer.place = place
@@ -485,8 +470,7 @@ class OptimizerSync:
             )
 
     def step(self) -> Any:
-        """Let the optimizer step with the reduced gradients; decoupled parameters travel from here
-        on."""
+        """Let the optimizer step; from here on decoupled parameters travel."""
         self._check_clipped()
         update, reduced, factor = self.update, self.held, self._shard_factor
         self.held = self._shard_factor = None
@@ -562,14 +546,13 @@ class OptimizerSync:
         self._guard.clear()
         self._sparse.clear()
         self._unsent.clear()
-        if not self._successor:
+        if not self.successor:
             self.reducer.discard()
 
     # State.
 
     def whole_state(self) -> State | None:
-        """The optimizer's state as it would be without other ranks, if it is in shards; any rank
-        may ask, alone."""
+        """The whole state if ranks hold shards of it; any rank may ask, alone."""
         self.update.flush()
         sharding = self.update.sharding
         return sharding.whole_state() if sharding else None
@@ -587,8 +570,7 @@ class OptimizerSync:
             self.update.pending.wait_all()
 
     def make_state_whole(self) -> None:
-        """A method of the program's optimizer may look up state by parameter; a collective where
-        ranks have shards of it."""
+        """A method of the program's optimizer may use state; a collective if it is sharded."""
         self.before_state_is_used()
         if self.update.sharding:
             self.update.flush()
@@ -646,7 +628,7 @@ class OptimizerSync:
         """Let the parameters go, up to date, because another object takes over ``shared``."""
         self.update.flush()
         self.update.pending.release()
-        self._successor = shared
+        self.successor = shared
         _remove(self._hooks, self.reducer, self._forward)
 
     def leave_buffers(self) -> None:

@@ -31,11 +31,7 @@ _NUM_PLACES = 62
 
 
 def check_known(optimizer: torch.optim.Optimizer, known: Collection[int]) -> None:
-    """Raise ``RuntimeError`` if a parameter was put into ``param_groups`` since the optimizer was
-    wrapped.
-
-    It would be stepped with this rank's gradients alone. ``known`` are ids of parameters.
-    """
+    """Raise ``RuntimeError`` if ``param_groups`` has a parameter whose id is not ``known``."""
     for g, group in enumerate(optimizer.param_groups):
         for k, param in enumerate(group["params"]):
             if id(param) not in known:
@@ -48,12 +44,10 @@ def check_known(optimizer: torch.optim.Optimizer, known: Collection[int]) -> Non
 
 
 class SyncState(enum.Enum):
-    """The call that asked for the averages of the next step; reset by ``step()`` and
-    ``zero_grad()``.
+    """The call that asked for the averages of the next step, if any since the last one."""
 
-    It depends on calls that every rank makes, and not on the gradients of a rank: by it the ranks
-    decide alike whether to communicate.
-    """
+    # Calls are the same on every rank, a rank's gradients are not: by these states all ranks decide
+    # alike whether to communicate.
 
     NOBODY = 0
     PROGRAM = 1
@@ -173,7 +167,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """Make a new exchange of gradients, which replaces a previous one; collective."""
         named = named_params(self, self._wfbp_known, complete)
         runtime = self._wfbp_runtime
-        if previous is not None and (previous.runtime is not runtime or not previous.exchanges):
+        if previous is not None and (previous.runtime is not runtime or previous.successor):
             previous = None  # it has let the parameters go
         if runtime is not None and (runtime.size > 1 or runtime.config.exchange_alone):
             self._wfbp_sync = OptimizerSync(

@@ -42,7 +42,7 @@ def remove(key: int) -> None:
 
 def in_use(runtime: Runtime | None = None) -> list[OptimizerSync]:
     """Those of one runtime or of all, in the order of making."""
-    return [s for s in list(_in_use.values()) if s.exchanges and runtime in (None, s.runtime)]
+    return [s for s in list(_in_use.values()) if not s.successor and runtime in (None, s.runtime)]
 
 
 def _finish(runtime: Runtime) -> None:

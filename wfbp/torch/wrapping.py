@@ -229,7 +229,7 @@ def _why_whole(
 def _check_previous(optimizer: torch.optim.Optimizer, runtime: Runtime | None) -> None:
     """Raise ``RuntimeError`` if shards of the optimizer's state were lost with another runtime."""
     sync = getattr(wrapped_of(optimizer), "_wfbp_sync", None)
-    if sync is not None and sync.runtime is not runtime and sync.shares_state:
+    if sync is not None and sync.runtime is not runtime and sync.update.sharding:
         raise RuntimeError(
             f"the state of this {type(optimizer).__name__} is shared out among ranks of another "
             "process set, or was when wfbp was shut down; take its state_dict() before that and "

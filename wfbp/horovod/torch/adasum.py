@@ -81,7 +81,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
             consistency.check_specs(f"{runtime.where}: {kind.__name__}", specs_of_ranks)
             _in_use[next(_made)] = self
         previous = getattr(wrapped_of(original), "_wfbp_sync", None)
-        if previous is not None and previous.runtime is runtime and previous.exchanges:
+        if previous is not None and previous.runtime is runtime and not previous.successor:
             previous.release()
         take_place(self, refuses=runtime is not None)
 

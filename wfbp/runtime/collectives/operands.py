@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,22 +112,24 @@ def perform(
 
 
 def perform_on_arrays(
-    form: Form, arrays: Any, name: str | None, process_set: ProcessSet, **options: Any
+    form: Form,
+    arrays: Any,
+    operand_of: Callable[[Any, bool, str], Operand],
+    name: str | None,
+    process_set: ProcessSet,
+    **options: Any,
 ) -> Any:
     """Perform a public function on one array or several; ``options`` are its other arguments."""
 
     def make(value: Any, label: str, member: str | None) -> NamedOperation[Any]:
-        operand = array_operand(value, form.in_place, label if form.grouped else "array")
+        operand = operand_of(value, form.in_place, label if form.grouped else "array")
         return make_operation(form.kind, operand, member, process_set, **options)
 
     return perform(form, arrays, name, make)
 
 
 def array_operand(value: Any, in_place: bool = False, label: str = "array") -> Operand:
-    """An array of NumPy or CuPy, or a value that NumPy converts."""
-    if hasattr(value, "__cuda_array_interface__"):
-        found: Operand = import_module("wfbp.cuda.operands").device_operand(value, in_place, label)
-        return found
+    """An array of NumPy, or a value that NumPy converts."""
     if in_place:
         check_writable(label, value)
     source = np.asarray(value)

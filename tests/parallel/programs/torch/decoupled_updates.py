@@ -184,7 +184,7 @@ def beside(schedule: str, kind: str, habits: Habits) -> None:
                 assert not found[what].isfinite().all(), f"step {number}: {what}"
     exchange = mine.optimizer._wfbp_sync
     assert exchange.reducer.decoupled is (kind != "per tensor"), mine.optimizer.report()
-    assert exchange.shares_state is (kind == "sharded")
+    assert bool(exchange.update.sharding) is (kind == "sharded")
     compare(mine.model, reference.model, "at the end")
     moved = [
         float((p - q).detach().abs().max())

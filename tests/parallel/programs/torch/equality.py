@@ -168,7 +168,7 @@ def train(schedule: str, optimizer_name: str) -> dict[str, Any]:
         "steps": steps,
         "phases": phases,
         "plan": optimizer.report().get("schedule"),
-        "shares_state": exchange is not None and exchange.shares_state,
+        "shares_state": exchange is not None and bool(exchange.update.sharding),
         "num_groups": optimizer.report().get("num_groups"),
         "decoupled": exchange is not None and exchange.reducer.decoupled,
         "after_twenty": after_twenty,
