@@ -60,7 +60,7 @@ def start(
     if unknown and backend.local_rank == 0:
         logging.getLogger("wfbp").warning("%s", unknown)
     runtime = Runtime(backend, config)
-    try:
+    try:  # other ranks wait for this one from here on, so it must leave with a notice
         check_settings(runtime, problem)
         runtime.collectives = Collectives(runtime)
         if config.record:
@@ -93,7 +93,7 @@ def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> Backen
         if problem is not None:
             sys.stderr.write(f"wfbp: {world_rank()}{describe_error(problem)}\n")
             sys.stderr.flush()
-            os._exit(1)
+            os._exit(1)  # the main thread is within MPI_Init, which no exception can end
 
     alone = threading.Timer(patience_s, give_up)
     alone.daemon = True

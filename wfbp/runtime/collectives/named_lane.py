@@ -110,7 +110,8 @@ class NamedLane:
 
     def close(self) -> None:
         """Free the communicators; collective over the set, and no operation may be pending."""
-        if self._served:  # since its last operation there was no turn that found nothing to do
+        # Since its last operation there may have been no turn that found nothing to do.
+        if self._served:
             self._served = False
             self._loop.remove_lane(self)
         self._mailbox.close()
@@ -216,6 +217,7 @@ class NamedLane:
         zeros = np.zeros(math.prod(request.shape), word_dtype(request.dtype or "uint8"))
         return NamedOperation(request, 0, zeros, lambda _: None)
 
+    # From the response alone, because a rank that has joined has no operand.
     def _rows(self, response: Response) -> tuple[int, ...]:
         """The rows of an outcome."""
         request, extents = response.request, response.extents

@@ -127,6 +127,7 @@ class Collectives:
         number = next(self._set_numbers)
         runtime = self._runtime
         label = "making a process set"
+        # To make a communicator blocks this rank until all ranks make it: one at a time.
         with runtime.collective_lock.hold(runtime.channel, label):
             made = runtime.channel.call(lambda backend: Finished(_connect(backend, ranks)), label)
         lane = inner = None
@@ -167,6 +168,7 @@ class Collectives:
             handle: Handle[Any] = Handle(next(_numbers))
             self._handles[handle] = operations, is_group
 
+        # Only the communication side may touch lanes.
         def begin() -> None:  # in one message, so that they reach the coordinator together
             for lane, operation in zip(lanes, operations, strict=True):
                 lane.submit(operation)
@@ -214,7 +216,7 @@ class Collectives:
     def synchronize(self, handle: int) -> Any:
         """Wait until operations are complete, and return the result; the handle is used up."""
         operations, is_group = self._find(handle)
-        self._handles.pop(handle, None)
+        self._handles.pop(handle, None)  # before the wait: another thread must not wait for it too
         outcomes = []
         first_error: WfbpError | None = None
         for operation in operations:  # wait for all, so that every name is free again

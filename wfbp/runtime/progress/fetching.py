@@ -115,6 +115,7 @@ class Fetches:
         tag = self._number = (self._number + 1) % _TAGS
         members = store.members.among(range(self.backend.size))
         question = {"key": store.key, "version": version, "tag": tag, "items": items}
+        # By a notice, because the owners' training threads may call nothing for a long time.
         self._loop.send_notice({"kind": "fetch", "members": members, **question})
         others = [r for r in members if r != self.backend.rank]
         self._fetches.append(_Fetch(label, reply, {r: self._receive(r, tag) for r in others}))
@@ -124,6 +125,7 @@ class Fetches:
         """Answer, send and receive; True if anything moved."""
         before = len(self._questions) + len(self._sends)
         self._questions = [q for q in self._questions if not self._answer(q)]
+        # Pieces are kept until they are sent: MPI reads their memory.
         self._sends = [item for item in self._sends if not item[0].test()]
         progressed = len(self._questions) + len(self._sends) != before
         for fetch in list(self._fetches):
@@ -177,7 +179,7 @@ class Fetches:
 
     def _hear(self, sender: int, notice: dict[str, Any]) -> None:
         """A notice of another rank."""
-        members = notice.pop("members")
+        members = notice.pop("members")  # notices go to all ranks
         if self.backend.rank not in members:
             return
         if notice.pop("kind") == "fetch dropped":
@@ -205,6 +207,7 @@ class Fetches:
             except RefusalError as error:
                 refusal = str(error)
         head_bytes = pickle.dumps((refusal, head, [part.nbytes for part in parts]))
+        # A receive must know its size. Messages of one tag arrive in the order of sending.
         length = np.frombuffer(len(head_bytes).to_bytes(8, "little"), np.uint8)
         for buffer in (length, np.frombuffer(head_bytes, np.uint8), *parts):
             for piece in _pieces(buffer):
