@@ -1,7 +1,8 @@
 """The backend on MPI: each collective's algorithm, and its tasks.
 
-Shared memory and direct exchange add in rank order, and define half precision, integer averages and
-NaN as ``comm.arrays.combine`` does.
+All reductions are ``comm.arrays.combine``'s, in the order of ranks. Where several hosts have
+several ranks each, the ranks of a host are added first, and then the hosts, in the order of their
+first ranks. So results do not depend on the size of a message, or on how it travels.
 """
 
 from __future__ import annotations
@@ -11,18 +12,11 @@ from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from wfbp.comm.arrays import HALF, INTEGER, Buffer, blocks, split, typed, word_dtype
+from wfbp.comm.arrays import INTEGER, Buffer, blocks, split, typed, word_dtype
 from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill, fill_blocks
-from wfbp.comm.mpi.exchange import Exchange, Staging, connect_shared
-from wfbp.comm.mpi.library import (
-    BytesTask,
-    LibraryTask,
-    gather_tasks,
-    load_transfers,
-    reduce_task,
-)
+from wfbp.comm.mpi.exchange import Exchange, Followed, Staging, connect_shared
+from wfbp.comm.mpi.library import BytesTask, LibraryTask, gather_tasks, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
-from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.start import check_launch, communicator, load, unlink_segments
 from wfbp.comm.mpi.topology import Topology
@@ -35,6 +29,7 @@ from wfbp.comm.mpi.transfers import (
     Task,
     chunks,
 )
+from wfbp.comm.mpi.two_level import TwoLevel
 from wfbp.core.types import Op, Operation
 from wfbp.errors import BackendError
 
@@ -43,10 +38,10 @@ if TYPE_CHECKING:
 
 
 class Algorithm(Enum):
-    """How a collective's messages travel."""
+    """How a collective travels."""
 
-    SHARED_MEMORY = "shared memory"
-    DIRECT = "direct exchange"
+    TWO_LEVEL = "memory within hosts, messages between them"
+    DIRECT = "messages from every rank to every other"
     LIBRARY = "the MPI library"
 
 
@@ -77,10 +72,8 @@ class MpiBackend(HostBackend):
             if _original is None:
                 self._notices = PointToPoint(mpi, self._own(parent))
                 self._topology = Topology.find(mpi, self._comm, chunking)
-                self._memory = (
-                    SharedMemory.connect(self._comm, shared_memory)
-                    if self._topology.shared
-                    else None
+                self._memory: SharedMemory | None = self._topology.connect(
+                    self._comm, shared_memory
                 )
             else:
                 self._notices = _original._notices
@@ -107,9 +100,7 @@ class MpiBackend(HostBackend):
         chunking = self._topology.chunking
         self._channel = Channel(self._group, chunking, mpi, self._comm)
         self._staging: Staging | None = None
-        self._shared = SharedAllReduce.of(
-            self._memory, self._group, self.rank, self.size, chunking.window_bytes
-        )
+        self._levels = TwoLevel.of(self._memory, self._channel, self._topology)
 
     @property
     def activity(self) -> int:
@@ -129,7 +120,7 @@ class MpiBackend(HostBackend):
         return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)
 
     def copies_segments(self, buffer: Buffer) -> bool:
-        return self._choose(Operation.ALL_REDUCE, buffer) is Algorithm.SHARED_MEMORY
+        return self._choose(Operation.ALL_REDUCE, buffer) is Algorithm.TWO_LEVEL
 
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
@@ -139,25 +130,38 @@ class MpiBackend(HostBackend):
             fill(buffer, segments)
         if self.size == 1 or data.size == 0:
             return Finished(None)
-        algorithm = self._choose(Operation.ALL_REDUCE, data, dtype, op)
-        if algorithm is Algorithm.SHARED_MEMORY:
-            assert self._shared is not None
-            return self._channel.submit(data.nbytes, self._shared.tasks(data, segments, dtype, op))
-        if algorithm is Algorithm.DIRECT:
-            parts = [
-                (part.start // data.itemsize, typed(part.data, dtype, writeable=False))
-                for part in segments
-            ]
-            arrays, shares = _with_segments(data, parts), split(data.size, self.size)
-            sources = [_between(arrays, start, stop) for start, stop in shares]
-            results = [[data[start:stop]] for start, stop in shares]
-            return self._exchange(data.nbytes, sources, results, dtype, op)
-        fill(buffer, segments)
-        tasks = [
-            reduce_task(self._channel, data[start:stop], dtype, op)
-            for start, stop in chunks(data.size, data.itemsize, self._topology.chunking.chunk_bytes)
+        levels = self._levels
+        if self._choose(Operation.ALL_REDUCE, data, dtype, op) is Algorithm.TWO_LEVEL:
+            assert levels is not None
+            if levels.memory.holds(data):
+                tasks = levels.all_reduce(data, segments, dtype, op)
+                return self._channel.submit(data.nbytes, tasks)
+            fill(buffer, segments)
+            return self._by_way_of(levels.memory.zeros(data.nbytes), data, dtype, op)
+        parts = [
+            (part.start // data.itemsize, typed(part.data, dtype, writeable=False))
+            for part in segments
         ]
-        return self._channel.submit(data.nbytes, tasks)
+        arrays = _with_segments(data, parts)
+        if data.nbytes * (self.size - 1) <= self._topology.chunking.small_bytes:
+            # Each rank sends all of its contribution, and combines all of the result.
+            pieces, places = [_between(arrays, 0, data.size)] * self.size, [[data]] * self.size
+            task = ChunkTask(self._channel, data.nbytes, pieces, places, dtype, op, gathers=False)
+            return self._channel.submit(data.nbytes, [task])
+        shares = split(data.size, self.size)
+        sources = [_between(arrays, start, stop) for start, stop in shares]
+        results = [[data[start:stop]] for start, stop in shares]
+        return self._exchange(data.nbytes, sources, results, dtype, op)
+
+    def _by_way_of(self, shared: Buffer, data: Buffer, dtype: str, op: Op) -> Work[None]:
+        """All-reduce data of other memory by a copy in shared memory."""
+        copy = shared.view(data.dtype)
+        copy[:] = data
+
+        def finish() -> None:
+            data[:] = copy
+
+        return Followed(self.all_reduce(copy, dtype, op), finish)
 
     def reduce_scatter(
         self,
@@ -169,12 +173,15 @@ class MpiBackend(HostBackend):
     ) -> Work[None]:
         parts = blocks(self.size, buffer, counts, dtype)
         algorithm = self._choose(Operation.REDUCE_SCATTER, buffer, dtype, op)
-        if self.size == 1 or algorithm is Algorithm.LIBRARY:
+        if self.size == 1 or algorithm is Algorithm.TWO_LEVEL:
             fill_blocks(buffer, counts, segments, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        if algorithm is Algorithm.LIBRARY:
-            return self.all_reduce(buffer, dtype, op)
+        if algorithm is Algorithm.TWO_LEVEL:
+            assert self._levels is not None
+            sizes, data = [part.size for part in parts], typed(buffer, dtype)
+            tasks = self._levels.exchange(data, sizes, dtype, op, reduces=True)
+            return self._channel.submit(buffer.nbytes, tasks)
         sources = _per_block(parts, segments, dtype, writeable=False)
         results = [[part] for part in parts]
         return self._exchange(buffer.nbytes, sources, results, dtype, op, gathers=False)
@@ -185,7 +192,10 @@ class MpiBackend(HostBackend):
         parts = blocks(self.size, buffer, counts, "uint8")
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        if self._choose(Operation.ALL_GATHER, buffer) is Algorithm.DIRECT:
+        algorithm = self._choose(Operation.ALL_GATHER, buffer)
+        if algorithm is Algorithm.TWO_LEVEL:
+            return self._gather_by_levels(typed(buffer, "uint8"), parts, counts, segments)
+        if algorithm is Algorithm.DIRECT:
             return self._exchange(buffer.nbytes, None, _per_block(parts, segments, "uint8"))
         tasks: list[Task] = []
         starts, end = _starts(counts), 0
@@ -201,6 +211,32 @@ class MpiBackend(HostBackend):
                 tasks += gather_tasks(self._channel, data, _starts(segment.counts), bounds)
                 end = segment.start + max(segment.counts)
         return self._channel.submit(sum(task.nbytes for task in tasks), tasks)
+
+    def _gather_by_levels(
+        self,
+        data: Buffer,
+        parts: Sequence[Buffer],
+        counts: Sequence[int],
+        segments: Sequence[Segment],
+    ) -> Work[None]:
+        """All-gather in shared memory; segments are copied there, and back."""
+        assert self._levels is not None
+        places = [
+            (part[segment.start : segment.start + piece.size], piece)
+            for segment in segments
+            for part, piece in zip(
+                parts, blocks(self.size, segment.data, segment.counts, "uint8"), strict=True
+            )
+        ]
+        for place, piece in places[self.rank :: self.size]:
+            place[:] = piece
+
+        def finish() -> None:
+            for place, piece in places:
+                piece[:] = place
+
+        tasks = self._levels.exchange(data, counts, "uint8", reduces=False)
+        return Followed(self._channel.submit(data.nbytes, tasks), finish)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         data = typed(buffer, "uint8")
@@ -268,7 +304,10 @@ class MpiBackend(HostBackend):
             comm.Free()
             if self._staging is None and self._memory is not None:
                 self._staging = Staging(self._memory)
-            shared = connect_shared(self._staging, made._channel, ranks) if made.size > 1 else None
+            here = self._topology.hosts[self._topology.host]
+            staging = self._staging if set(ranks) <= set(here) else None
+            places = [here.index(rank) for rank in ranks] if staging else []
+            shared = connect_shared(staging, made._channel, places) if made.size > 1 else None
             mailbox = PointToPoint(self._mpi, self._own(made._comm))
         chunk_bytes = made._topology.chunking.chunk_bytes
         return Exchange(made, made._channel, mailbox, shared, chunk_bytes, ranks)
@@ -316,31 +355,22 @@ class MpiBackend(HostBackend):
     def _choose(
         self, operation: Operation, buffer: Buffer, dtype: str = "uint8", op: Op = Op.SUM
     ) -> Algorithm:
-        """The collective's algorithm; the library's reduce-scatter is part of an all-reduce.
-
-        | collective | shared memory | direct exchange | library |
-        |---|---|---|---|
-        | all-reduce | large, of a buffer there | large between few ranks; undefined in MPI | else |
-        | reduce-scatter | | most hosts; undefined in MPI | else |
-        | all-gather | | between few ranks | else |
-        """
-        topology = self._topology
-        # MPI's own reductions cannot be trusted with these.
-        undefined = (
-            dtype in HALF
-            or (dtype in INTEGER and op is Op.AVERAGE)
-            or (dtype not in INTEGER and op in (Op.MIN, Op.MAX))
-        )
-        if operation is Operation.ALL_GATHER:
-            direct = topology.direct
-        elif operation is Operation.REDUCE_SCATTER:
-            direct = topology.scatters_directly or undefined
-        else:
-            large = buffer.nbytes > topology.chunking.small_bytes
-            if large and self._shared is not None and self._shared.memory.holds(buffer):
-                return Algorithm.SHARED_MEMORY
-            direct = (large and topology.direct) or undefined
-        return Algorithm.DIRECT if direct else Algorithm.LIBRARY
+        """The collective's algorithm; the library's all-gather moves data, and adds nothing."""
+        levels, chunking = self._levels, self._topology.chunking
+        if levels is not None:
+            here, reduces = levels.memory.holds(buffer), operation is Operation.ALL_REDUCE
+            if not levels.between_hosts:
+                # A few ranks exchange small messages in less time.
+                large = buffer.nbytes > chunking.small_bytes or self.size > chunking.direct_ranks
+                wanted = here and reduces and large
+            else:  # by one way whatever the size, so that sums have one order
+                # Integers are averaged as 64 bits, which parts of other hosts do not have.
+                wanted = (here or reduces) and not (dtype in INTEGER and op is Op.AVERAGE)
+            if wanted:
+                return Algorithm.TWO_LEVEL
+        if operation is Operation.ALL_GATHER and self.size > chunking.direct_ranks:
+            return Algorithm.LIBRARY
+        return Algorithm.DIRECT
 
     def _exchange(
         self,

@@ -20,9 +20,9 @@ import numpy as np
 
 from wfbp.comm.arrays import Buffer, combine, split, typed
 from wfbp.comm.backend import Finished, Work
-from wfbp.comm.mpi.shm_allreduce import READY, REDUCED, TAKEN, WAITING, SharedFlags
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task
+from wfbp.comm.mpi.two_level import READY, REDUCED, TAKEN, WAITING, SharedFlags
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from wfbp import native
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.mpi.transfers import Channel, Task
-from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
@@ -22,38 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class LibraryTask(Task):
-    """One non-blocking MPI collective, after which ``averaged`` is divided by the size."""
+    """One non-blocking MPI collective, which moves data. None reduces: libraries add in an order
+    that depends on sizes."""
 
     channel: Channel
     nbytes: int
     begin: Callable[[], MPI.Request]
-    averaged: Buffer | None = None
-    dtype: str = "uint8"
 
     def start(self) -> None:
         # The request keeps the memory; its handle becomes invalid when the transfer is done.
         self._request = self.begin()
-        transfers, data = self.channel.group.transfers, self.averaged
         handle = self.channel.mpi._handleof(self._request)
-        if data is None:
-            self.transfer = transfers.adopt(handle)
-        else:
-            self.transfer = transfers.adopt(
-                handle, self.dtype, "sum", float(self.channel.size), [([data], data)]
-            )
-
-
-def reduce_task(channel: Channel, data: Buffer, dtype: str, op: Op) -> LibraryTask:
-    """An all-reduce by the library, in place."""
-    mpi = channel.mpi
-    operations = {Op.PRODUCT: mpi.PROD, Op.MIN: mpi.MIN, Op.MAX: mpi.MAX}
-    return LibraryTask(
-        channel,
-        data.nbytes,
-        lambda: channel.comm.Iallreduce(mpi.IN_PLACE, data, operations.get(op, mpi.SUM)),
-        data if op is Op.AVERAGE else None,
-        dtype,
-    )
+        self.transfer = self.channel.group.transfers.adopt(handle)
 
 
 def gather_tasks(

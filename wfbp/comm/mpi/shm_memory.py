@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = mmap.PAGESIZE
 HEADER_BYTES = 1 << 20
-"""Start of each rank's memory, reserved for flags (``shm_allreduce``)."""
+"""Start of each rank's memory, reserved for flags (``two_level``)."""
 NUM_FLAG_SETS = 255
 """Sets of flags in the header: those of channels from the first, those of groups from the last."""
 ORDERED = platform.machine() in ("x86_64", "AMD64")
@@ -216,10 +216,12 @@ class FreeList:
 
 
 class SharedMemory:
-    """The memory of all ranks on one host, mapped by rank; only this rank's map is writeable. Any
-    thread may call :meth:`zeros` and :meth:`offset`, and drop arrays."""
+    """The memory of all ranks on one host, by their place there; only this rank's is writeable.
+    ``numbers`` are these ranks among all. Any thread may call :meth:`zeros` and :meth:`offset`, and
+    drop arrays."""
 
-    def __init__(self, rank: int, maps: list[Mapping]) -> None:
+    def __init__(self, rank: int, maps: list[Mapping], numbers: Sequence[int]) -> None:
+        self._numbers = numbers
         self._whole = [m.bytes for m in maps]
         self._headers = [whole[:HEADER_BYTES].view(np.int64) for whole in self._whole]
         self._rank = rank
@@ -233,7 +235,9 @@ class SharedMemory:
         self._views: list[list[Buffer]] = []
 
     @classmethod
-    def connect(cls, comm: MPI.Comm, wanted: bool = True) -> SharedMemory | None:
+    def connect(
+        cls, comm: MPI.Comm, wanted: bool = True, numbers: Sequence[int] = ()
+    ) -> SharedMemory | None:
         """Map all ranks' memory; every rank logs why not. Collective; None on every rank if any
         cannot."""
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -256,7 +260,7 @@ class SharedMemory:
         if made is not None:
             os.close(made)  # what is mapped stays
         if len(maps) == comm.size and not any(map(any, answers)):
-            return cls(comm.rank, maps)
+            return cls(comm.rank, maps, numbers or range(comm.size))
         reasons: dict[str, list[str]] = {}
         for rank, (unwanted, problem) in enumerate(answers):
             if reason := unwanted + problem:
@@ -303,7 +307,7 @@ class SharedMemory:
         # A rank marks its memory as invalid before it changes it.
         gone = [rank for rank in ranks if rank != self._rank and self.withdrawn(rank)]
         if gone:
-            names = " and ".join(f"rank {rank}" for rank in sorted(gone))
+            names = " and ".join(f"rank {self._numbers[rank]}" for rank in sorted(gone))
             raise BackendError(
                 f"{names} gave up before this rank had read what it needed from there, and says "
                 "why. If that was for having waited too long: this rank was held up, or "

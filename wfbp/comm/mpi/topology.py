@@ -1,10 +1,12 @@
-"""The placement of a communicator's ranks, and the algorithms that suit it."""
+"""The placement of a communicator's ranks, and the sizes of chunks that suit it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.transfers import Chunking
 
 if TYPE_CHECKING:
@@ -17,38 +19,58 @@ if TYPE_CHECKING:
 class Topology:
     """How a communicator's ranks are placed, which decides how messages travel."""
 
-    local_rank: int
-    local_size: int
+    hosts: tuple[tuple[int, ...], ...]  # the ranks of each, in order of the first
+    rank: int
     chunking: Chunking
-    # Whether ranks exchange large messages directly; the same for a reduce-scatter.
-    direct: bool
-    scatters_directly: bool
-    # Whether all ranks share this host, and are few enough for direct exchange.
-    shared: bool = False
-    one_rank_per_host: bool = False
 
     @classmethod
     def find(cls, mpi: ModuleType, comm: MPI.Comm, chunking: Chunking | None) -> Topology:
-        """Find which ranks share a host, and the best algorithms there. Collective."""
+        """Find which ranks share a host, and the best sizes there. Collective."""
         node = comm.Split_type(mpi.COMM_TYPE_SHARED)
-        local_rank, local_size = node.rank, node.size
+        hosts = tuple(sorted(set(comm.allgather(tuple(node.allgather(comm.rank))))))
         node.Free()
-        size, fullest = comm.size, comm.allreduce(local_size, mpi.MAX)
-        one_host = local_size == size
-        if chunking is None and one_host:
+        if chunking is None and len(hosts) == 1:
             # Copies within a host do not overlap and would evict each other from the cache, so
             # large messages go one chunk at a time. Open MPI copies through small fragments; it
             # gains from shards that stay in cache from arrival to reduction.
             open_mpi = mpi.get_vendor()[0] == "Open MPI"
-            chunk_bytes = min(4 << 20, size << 19) if open_mpi else 4 << 20
+            chunk_bytes = min(4 << 20, comm.size << 19) if open_mpi else 4 << 20
             chunking = Chunking(chunk_bytes=chunk_bytes, window_bytes=chunk_bytes)
-        chunking = chunking or Chunking()
-        # If hosts hold several ranks each, direct exchange sends every byte between hosts once
-        # per rank of the host; the library's algorithms send it once.
-        direct = size <= chunking.direct_ranks and (one_host or fullest == 1)
-        # A reduce-scatter is different: the library's all-reduce, which carries it otherwise, sends
-        # twice as many bytes as it must if the number of ranks is a power of two, and at other
-        # numbers more than direct exchange.
-        scatters = one_host or fullest <= 2 or size & (size - 1) != 0
-        shared, alone = one_host and direct and size > 1, fullest == 1 and size > 1
-        return cls(local_rank, local_size, chunking, direct, scatters, shared, alone)
+        return cls(hosts, comm.rank, chunking or Chunking())
+
+    def connect(self, comm: MPI.Comm, wanted: bool) -> SharedMemory | None:
+        """The memory of this host's ranks; None everywhere if it is missing anywhere. Collective
+        over ``comm``."""
+        if all(len(host) == 1 for host in self.hosts):
+            return None
+        node = comm.Split(self.host, comm.rank)
+        memory = SharedMemory.connect(node, wanted, self.hosts[self.host])
+        node.Free()
+        return memory if all(comm.allgather(memory is not None)) else None
+
+    @property
+    def host(self) -> int:
+        """The place of this rank's host among all."""
+        return next(k for k, host in enumerate(self.hosts) if self.rank in host)
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's place on its host."""
+        return self.hosts[self.host].index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks this host has."""
+        return len(self.hosts[self.host])
+
+    @property
+    def one_rank_per_host(self) -> bool:
+        """Whether ranks share no host, and there are several."""
+        return len(self.hosts) == sum(map(len, self.hosts)) > 1
+
+    def agent(self, host: Sequence[int], owner: int) -> int:
+        """The rank of a host that serves a rank's block there."""
+        if owner in host:
+            return owner
+        place = next(other.index(owner) for other in self.hosts if owner in other)
+        return host[place % len(host)]

@@ -50,9 +50,9 @@ class Chunking:
     chunk_bytes: int = 1 << 20
     window_bytes: int = 3 << 20
     window_tasks: int = 8
-    # Up to here the library's own all-reduce is faster than two exchanges.
+    # Up to here a rank sends its whole contribution to all others: one exchange instead of two.
     small_bytes: int = 64 << 10
-    # Up to this many ranks each exchanges with every other directly.
+    # Up to this many ranks all-gather by direct exchange.
     direct_ranks: int = 16
 
 
@@ -260,6 +260,15 @@ class Channel:
         self._active_bytes = 0
         return active
 
+    def take_scratch(self, nbytes: int) -> Buffer:
+        """Memory for arriving data, of a task that gives it back when it is complete."""
+        free = self.free_scratch
+        for index, block in enumerate(free):
+            if block.nbytes >= nbytes:
+                return free.pop(index)
+        del free[:1]  # a block that proved too small: chunks soon all have the same size
+        return np.empty(nbytes, np.uint8)
+
     def leave(self) -> None:
         """Leave the group; abandon whatever is still under way."""
         if self.active:
@@ -314,7 +323,8 @@ class ChunkTask(Task):
                 place = own_result[0][start : start + piece.size]
                 pieces.append(([piece] * channel.size, place))
                 start += piece.size
-            scratch = self._take_scratch(sum(piece.nbytes for piece in own) * len(channel.peers))
+            nbytes = sum(piece.nbytes for piece in own) * len(channel.peers)
+            self.scratch = scratch = channel.take_scratch(nbytes)
             start = 0
             for peer in channel.peers:
                 for piece, (contributions, _) in zip(own, pieces, strict=True):
@@ -339,14 +349,3 @@ class ChunkTask(Task):
             pieces,
             gathered,
         )
-
-    def _take_scratch(self, nbytes: int) -> Buffer:
-        """Memory for arriving shards, reused by later tasks."""
-        free = self.channel.free_scratch
-        for index, block in enumerate(free):
-            if block.nbytes >= nbytes:
-                self.scratch = free.pop(index)
-                return self.scratch
-        del free[:1]  # a block that proved too small: chunks soon all have the same size
-        self.scratch = np.empty(nbytes, np.uint8)
-        return self.scratch

@@ -1,0 +1,372 @@
+"""Collectives on two levels: through memory within a host, by messages between hosts.
+
+Every rank *owns* a block. Of each block one rank per host is the *agent*; the owner is the agent of
+its own host. An all-reduce takes these steps:
+
+1. Each rank publishes where its contribution is (READY).
+2. Agents combine their host's contributions in place, in rank order.
+3. They send that to the owner, which combines all hosts' parts in order, and sends back the result.
+4. Agents say so (REDUCED), and each rank copies the blocks of its host's agents. From then on
+   (TAKEN) others may change their memory.
+
+A reduce-scatter ends with the owner, an all-gather begins with it. On one host nothing is sent.
+Flags order the data only if processors see stores in order (``shm_memory.ORDERED``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from wfbp import native
+from wfbp.comm.arrays import HALF, Buffer, reduction, split, typed
+from wfbp.comm.backend import Segment
+from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
+from wfbp.comm.mpi.topology import Topology
+from wfbp.comm.mpi.transfers import Channel, Message, Task, chunks
+from wfbp.core.types import Op
+from wfbp.native import reduce_shards
+
+WAITING, READY, REDUCED, TAKEN = range(4)
+"""Phases of a task; one that is WAITING for a row of flags has published nothing."""
+_PHASES = 4
+_ROW_WORDS = 8
+"""A cache line."""
+_FLAG_SET_BYTES = HEADER_BYTES // (NUM_FLAG_SETS + 1)
+"""The first set's bytes of the header are reserved for ``SharedMemory``."""
+_NUM_ROWS = _FLAG_SET_BYTES // (_ROW_WORDS * 8)
+"""More than the tasks that a channel usually has under way; others wait for a row."""
+
+
+class SharedFlags:
+    """Flags that publish each rank's progress with the tasks of one channel.
+
+    ``places`` are each rank's number in the memory, and its set of flags there. A task has one row
+    per rank, written by that rank alone: a growing number that encodes task and phase, the offset
+    of its contribution, and a note that ranks may compare. Task numbers agree on all ranks.
+    A row is reused only when no rank needs it: a later task in the row implies that the earlier one
+    is over.
+    """
+
+    def __init__(self, memory: SharedMemory, rank: int, places: Sequence[tuple[int, int]]) -> None:
+        self.rank = rank
+        self.peers = [(rank + step) % len(places) for step in range(1, len(places))]
+        # Items of memoryviews are read in half the time of those of arrays.
+        starts = [(at, (number + 1) * _FLAG_SET_BYTES) for at, number in places]
+        self._words = memory.views(starts, _FLAG_SET_BYTES)
+        self._words[:] = [memoryview(view.view(np.int64)) for view in self._words]  # type: ignore
+        self._num_tasks = 0
+
+    def next_task(self) -> int:
+        """A number for a task."""
+        self._num_tasks += 1
+        return self._num_tasks
+
+    @property
+    def position(self) -> int:
+        """How many tasks have been numbered."""
+        return self._num_tasks
+
+    def begin(self, task: int, offset: int, note: int = 0) -> bool:
+        """Publish the offset of this rank's contribution; False, publishing nothing, if a rank may
+        still need the row for the previous task in it."""
+        before = task - _NUM_ROWS
+        if before > 0 and not all(self.reached(r, before, TAKEN) for r in range(len(self._words))):
+            return False
+        words, row = self._words[self.rank], task % _NUM_ROWS * _ROW_WORDS
+        words[row + 1] = offset
+        words[row + 2] = note
+        words[row] = task * _PHASES + READY  # last: a rank that sees it reads the offset
+        return True
+
+    def tell(self, task: int, phase: int) -> None:
+        """Publish that this rank has reached a phase of a task."""
+        self._words[self.rank][task % _NUM_ROWS * _ROW_WORDS] = task * _PHASES + phase
+
+    def reached(self, rank: int, task: int, phase: int) -> bool:
+        """Whether a rank has reached a phase of a task."""
+        reached: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS]
+        return reached >= task * _PHASES + phase
+
+    def note(self, rank: int, task: int) -> int:
+        """The note of a rank; valid once it is READY."""
+        note: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 2]
+        return note
+
+    def offset(self, rank: int, task: int) -> int:
+        """The offset of a rank's contribution; valid once it is READY."""
+        offset: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 1]
+        return offset
+
+
+class Part(NamedTuple):
+    """Elements of a chunk in separate memory; ``result`` None: the chunk receives the result."""
+
+    start: int
+    data: Buffer
+    result: Buffer | None
+
+
+Bounds = Sequence[tuple[int, int]]
+"""First and last element of each rank's block, relative to a chunk."""
+
+
+class TwoLevelTask(Task):
+    """One chunk of a collective, in place; ``parts`` are in separate memory, ascending."""
+
+    def __init__(
+        self,
+        levels: TwoLevel,
+        chunk: Buffer,
+        bounds: Bounds,
+        dtype: str,
+        op: Op = Op.SUM,
+        parts: Sequence[Part] = (),
+        reduces: bool = True,
+        gathers: bool = True,
+    ) -> None:
+        self.nbytes = sum(stop - start for start, stop in bounds) * chunk.itemsize
+        self._levels, self._memory, self._flags = levels, levels.memory, levels.flags
+        self._chunk, self._bounds, self._parts = chunk, bounds, parts
+        self._dtype, self._op = dtype, op
+        self._reduces, self._gathers = reduces, gathers
+        self._number = self._flags.next_task()
+        self._phase = WAITING
+        self._is_combined = False
+        self._sent: native.Transfer | None = None  # the messages between hosts
+        self._missing = self._flags.peers
+        """Ranks of this host that have not reached the next phase (REDUCED: whose blocks are not
+        copied yet)."""
+
+    def start(self) -> None:
+        memory, chunk = self._memory, self._chunk
+        # Here, because only starts have the same order on every rank.
+        self._tag = self._levels.channel.next_tag()
+        offset = memory.offset(chunk)
+        for start, data, _ in self._parts:
+            if memory.offset(data) != offset + start * chunk.itemsize:
+                chunk[start : start + data.size] = data
+        self._publish()
+
+    def step(self) -> bool:
+        flags, number = self._flags, self._number
+        if self._phase == WAITING and not self._publish():
+            return False
+        if self._phase == READY and not self._reduce():
+            return False
+        if self._phase == REDUCED:
+            for peer in list(self._missing):
+                if flags.reached(peer, number, REDUCED):
+                    self._deliver(peer)
+                    self._missing.remove(peer)
+            if self._missing:
+                return False
+            self._enter_taken()
+        if self._sent is not None and not self._sent.done:
+            return False
+        return all(flags.reached(peer, number, TAKEN) for peer in flags.peers)
+
+    def may_progress(self) -> bool:
+        if self._phase == WAITING:
+            return True
+        if self._phase != REDUCED and self._sent is not None:
+            return self._sent.done
+        peers = self._missing if self._phase == REDUCED else self._flags.peers
+        reached = (self._flags.reached(peer, self._number, self._phase) for peer in peers)
+        return any(reached) if self._phase == REDUCED else all(reached)
+
+    def _publish(self) -> bool:
+        if self._flags.begin(self._number, self._memory.offset(self._chunk)):
+            self._phase = READY
+        return self._phase == READY
+
+    def _reduce(self) -> bool:
+        """Combine this rank's blocks; True, in a later phase, if that is done on all hosts."""
+        flags, levels = self._flags, self._levels
+        if not self._is_combined:
+            if self._reduces:
+                if not all(flags.reached(peer, self._number, READY) for peer in flags.peers):
+                    return False
+                self._combine()
+            self._is_combined = True
+            if levels.between_hosts:
+                self._exchange()
+            if not self._gathers:
+                self._enter_taken()
+                return True
+        if self._sent is not None and not self._sent.done:
+            return False
+        self._enter(REDUCED)  # before the copies: the other ranks can take the blocks meanwhile
+        self._deliver(flags.rank)
+        self._missing = list(flags.peers)
+        return True
+
+    def _combine(self) -> None:
+        levels, flags = self._levels, self._flags
+        how, divisor = reduction(self._op, levels.channel.size)
+        if levels.between_hosts and self._dtype not in HALF:
+            divisor = 1.0  # where hosts are added; but the sum of a host may have no half
+        places = range(len(flags.peers) + 1)
+        for owner in levels.blocks_of[flags.rank]:
+            shards = [self._block(place, owner) for place in places]
+            reduce_shards(shards, shards[flags.rank], self._dtype, how, divisor)
+
+    def _exchange(self) -> None:
+        """Combine blocks over hosts at their owners, and send the results back."""
+        levels, flags = self._levels, self._flags
+        own, item = self._block(flags.rank, levels.rank), self._chunk.itemsize
+        agents = levels.agents if own.size else ()  # of this rank's block, by host
+        others = [
+            (owner, block)
+            for owner in levels.blocks_of[flags.rank]
+            if owner != levels.rank and (block := self._block(flags.rank, owner)).size
+        ]
+        parts: list[Message] = []
+        results: list[Message] = []
+        contributions: list[Buffer] = []
+        if self._reduces:
+            self.scratch = levels.channel.take_scratch(own.nbytes * (len(levels.agents) - 1))
+            start = 0
+            for agent in agents:
+                if agent == levels.rank:
+                    contributions.append(own)
+                    continue
+                arriving = self.scratch[start : start + own.nbytes].view(own.dtype)
+                start += own.size * item
+                contributions.append(arriving)
+                parts.append((arriving, agent, True))
+            parts += [(block, owner, False) for owner, block in others]
+        if self._gathers:
+            results += [(own, agent, False) for agent in agents if agent != levels.rank]
+            results += [(block, owner, True) for owner, block in others]
+        if not self._reduces:
+            parts, results = results, []
+        how, divisor = reduction(self._op, levels.channel.size)
+        self._sent = levels.channel.group.transfers.begin(
+            levels.channel.handle,
+            self._tag,
+            parts,
+            self._dtype,
+            how,
+            1.0 if self._dtype in HALF else divisor,
+            [(contributions, own)] if contributions else [],
+            results,
+        )
+
+    def _enter_taken(self) -> None:
+        self._memory.check_read(self._flags.peers)
+        self._enter(TAKEN)  # from now on the other ranks may overwrite their memory
+        self._parts = ()
+
+    def _enter(self, phase: int) -> None:
+        self._phase = phase
+        self._flags.tell(self._number, phase)
+        self._levels.channel.group.moves += 1
+
+    def _block(self, place: int, owner: int) -> Buffer:
+        """The owner's block in the memory of a rank of this host."""
+        start, stop = self._bounds[owner]
+        if place == self._flags.rank:
+            return self._chunk[start:stop]
+        item = self._chunk.itemsize
+        offset = self._flags.offset(place, self._number) + start * item
+        return self._memory.view(place, offset, (stop - start) * item).view(self._chunk.dtype)
+
+    def _deliver(self, place: int) -> None:
+        """Copy an agent's blocks to their destinations on this rank."""
+        for owner in self._levels.blocks_of[place]:
+            block = self._block(place, owner)
+            begin, end = self._bounds[owner]
+            # Parts go to their results; the rest goes into the chunk, where own blocks are.
+            targets = [
+                (max(first, begin), result[max(begin - first, 0) : end - first])
+                for first, data, result in self._parts
+                if result is not None and first < end and begin < first + data.size
+            ]
+            if place != self._flags.rank:
+                done = begin
+                for start, target in [*targets]:
+                    targets.append((done, self._chunk[done:start]))
+                    done = start + target.size
+                targets.append((done, self._chunk[done:end]))
+            for start, target in targets:
+                target[:] = block[start - begin : start - begin + target.size]
+
+
+class TwoLevel:
+    """The collectives of one channel. Ranks of a host are known by their *place* there."""
+
+    def __init__(
+        self, memory: SharedMemory, flags: SharedFlags, channel: Channel, topology: Topology
+    ) -> None:
+        self.memory, self.flags, self.channel = memory, flags, channel
+        self.rank = channel.rank
+        self.between_hosts = len(topology.hosts) > 1
+        self.agents = [topology.agent(host, self.rank) for host in topology.hosts]
+        """The agent of this rank's block on each host."""
+        here = topology.hosts[topology.host]
+        self.blocks_of: list[list[int]] = [[] for _ in here]
+        """The owners of the blocks whose agent is at each place of this host."""
+        for owner in range(channel.size):
+            self.blocks_of[here.index(topology.agent(here, owner))].append(owner)
+        # Two under way: one is prepared while the other waits for the other ranks.
+        self.chunk_bytes = topology.chunking.window_bytes // 2
+
+    @classmethod
+    def of(
+        cls, memory: SharedMemory | None, channel: Channel, topology: Topology
+    ) -> TwoLevel | None:
+        """Those of a new channel; None without shared memory, or if no flags are left."""
+        if memory is None or (number := memory.next_flag_set()) < 0:
+            return None
+        here = topology.hosts[topology.host]
+        places = [(place, number) for place in range(len(here))]
+        return cls(memory, SharedFlags(memory, here.index(channel.rank), places), channel, topology)
+
+    def all_reduce(
+        self, buffer: Buffer, segments: Sequence[Segment], dtype: str, op: Op
+    ) -> list[TwoLevelTask]:
+        """Tasks that combine a buffer of the shared memory in place, apart from its segments."""
+        item = buffer.itemsize
+        parts = [
+            Part(
+                segment.start // item,
+                typed(segment.data, dtype, writeable=False),
+                None if segment.result is None else typed(segment.result, dtype),
+            )
+            for segment in segments
+        ]
+        tasks = []
+        for start, stop in chunks(buffer.size, item, self.chunk_bytes):
+            within = []
+            for first, data, result in parts:
+                if first < stop and start < first + data.size:
+                    cut = slice(max(start - first, 0), stop - first)
+                    piece = None if result is None else result[cut]
+                    within.append(Part(max(first - start, 0), data[cut], piece))
+            bounds = split(stop - start, self.channel.size)
+            tasks.append(TwoLevelTask(self, buffer[start:stop], bounds, dtype, op, within))
+        return tasks
+
+    def exchange(
+        self, buffer: Buffer, counts: Sequence[int], dtype: str, op: Op = Op.SUM, *, reduces: bool
+    ) -> list[TwoLevelTask]:
+        """Tasks of a reduce-scatter, or of an all-gather, of each rank's elements."""
+        starts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+        # Each has a piece of every rank's block, so that all ranks work all the time.
+        pieces = [split(n, max(1, -(-buffer.nbytes // self.chunk_bytes))) for n in counts]
+        return [
+            TwoLevelTask(
+                self,
+                buffer,
+                [(at + first, at + last) for at, (first, last) in zip(starts, piece, strict=True)],
+                dtype,
+                op,
+                reduces=reduces,
+                gathers=not reduces,
+            )
+            for piece in zip(*pieces, strict=True)
+        ]
