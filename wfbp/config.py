@@ -25,6 +25,8 @@ class Config:
             of ``dear``'s search; a variable may have a unit, as in ``25M``.
         zero_copy_min_bytes: tensors of at least this size are not packed; may have a unit.
         shared_memory: whether ranks of one host may read each other's memory; all must allow it.
+        reproducible: whether several hosts add in the order of all ranks, as one host does, instead
+            of first the ranks of each host; the network then carries more.
         check_launcher: whether to fail if a launcher promised more ranks than MPI found.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication delayed.
@@ -53,6 +55,7 @@ class Config:
     threshold_bytes: int = 25 * 2**20
     zero_copy_min_bytes: int = 2**18
     shared_memory: bool = True
+    reproducible: bool = False
     check_launcher: bool = True
     warmup_steps: int = 3
     profile_steps: int = 5

@@ -1,10 +1,9 @@
 """Run under mpirun: every check of the contract on this rank; failures go to one file per rank.
 
 The checks run as the backend is on one host; with more ranks than exchange small messages directly;
-and as if the ranks were on several hosts, of one rank each and of several. With three ranks they
-run once more, in which one rank moves messages by the extension and two in Python, and ranks sleep
-between tests as they do where none shares a host with another. The largest messages travel the
-first time only.
+and as if the ranks were on two hosts. With three ranks they run once more, as on three hosts: one
+rank moves messages by the extension and two in Python, and ranks sleep between tests. The largest
+messages travel the first time only.
 
 Usage: mpirun -n N python tests/contract/mpi_program.py FOLDER
 """
@@ -21,14 +20,14 @@ from tests.support.python_transfers import PythonTransfers
 from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.mpi.transfers import Chunking
 
-WAYS = ("one host", "many ranks", "hosts of one", "hosts", "mixed")
+WAYS = ("one host", "many ranks", "hosts", "mixed")
 
 
 def main(folder: str) -> None:
     found: list[str] = []
     for way in WAYS:
         chunking = Chunking(direct_ranks=0) if way == "many ranks" else None
-        num_hosts = {"hosts of one": 99, "mixed": 99, "hosts": 2}.get(way, 1)
+        num_hosts = {"mixed": 99, "hosts": 2}.get(way, 1)
         with as_on_hosts(lambda size, number=num_hosts: in_turn(size, number)):  # type: ignore[misc]
             backend = MpiBackend(chunking=chunking, shared_memory=way != "mixed")
         if way == "mixed" and backend.size != 3:

@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.fake_mpi import FakeMpi
 from wfbp import native
-from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
 from wfbp.comm.mpi.shm_memory import SharedMemory
+from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import Channel, Chunking, ProgressGroup
+from wfbp.comm.mpi.two_level import TwoLevel
 
 T = TypeVar("T")
 WINDOW = Chunking(window_bytes=4096, small_bytes=64)
@@ -74,12 +75,12 @@ def group(rank: int, size: int) -> ProgressGroup:
 
 def channel(
     memory: SharedMemory, rank: int, size: int, window: Chunking = WINDOW
-) -> tuple[SharedAllReduce, Channel]:
+) -> tuple[TwoLevel, Channel]:
     """A rank's end of a new channel."""
-    progress_group = group(rank, size)
-    reduces = SharedAllReduce.of(memory, progress_group, rank, size, window.window_bytes)
-    assert reduces is not None
-    return reduces, plain_channel(progress_group, window, rank, size)
+    line = plain_channel(group(rank, size), window, rank, size)
+    levels = TwoLevel.of(memory, line, Topology((tuple(range(size)),), rank, window))
+    assert levels is not None
+    return levels, line
 
 
 def plain_channel(

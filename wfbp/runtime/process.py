@@ -104,6 +104,7 @@ def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> Backen
             comm,
             start_timeout_s=config.timeout_s,
             shared_memory=config.shared_memory,
+            reproducible=config.reproducible,
             check_launcher=config.check_launcher,
         )
     finally:
@@ -233,6 +234,7 @@ def _set_up_logging(config: Config) -> None:
 
 
 SHARED = (
+    "reproducible",
     "zero_copy_min_bytes",
     "warmup_steps",
     "profile_steps",

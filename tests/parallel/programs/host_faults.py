@@ -24,7 +24,7 @@ from mpi4py import MPI
 import wfbp
 from tests.support.ranks import limit_waits
 from wfbp.comm.mpi import shm_memory
-from wfbp.comm.mpi.shm_allreduce import SharedReduceTask
+from wfbp.comm.mpi.two_level import TwoLevelTask
 from wfbp.errors import WfbpError
 from wfbp.runtime import process
 
@@ -35,16 +35,16 @@ DEEDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 def held_up_within_a_copy(deed: int) -> None:
     """From now on: this process gets a signal when it is about to copy rank 0's part."""
-    deliver = SharedReduceTask._deliver
+    deliver = TwoLevelTask._deliver
 
-    def then(job: SharedReduceTask, owner: int) -> None:
+    def then(job: TwoLevelTask, owner: int) -> None:
         if owner == 0:
-            SharedReduceTask._deliver = deliver  # type: ignore[method-assign]
+            TwoLevelTask._deliver = deliver  # type: ignore[method-assign]
             # To this thread: one for the process may reach another first, and this one copies on.
             signal.pthread_kill(threading.get_ident(), deed)
         deliver(job, owner)
 
-    SharedReduceTask._deliver = then  # type: ignore[method-assign]
+    TwoLevelTask._deliver = then  # type: ignore[method-assign]
 
 
 def refuse(*arguments: Any) -> Any:

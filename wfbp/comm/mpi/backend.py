@@ -48,7 +48,8 @@ class Algorithm(Enum):
 class MpiBackend(HostBackend):
     """Collectives on a duplicate of an MPI communicator. Making one is collective.
 
-    ``comm`` is an mpi4py communicator, or ranks of ``MPI.COMM_WORLD`` (by default all). Raises
+    ``comm`` is an mpi4py communicator, or ranks of ``MPI.COMM_WORLD`` (by default all). If
+    ``reproducible``, several hosts add in the order of ranks, too. Raises
     ``BackendError`` if ``check_launcher`` and a launcher promised more ranks than MPI has.
     """
 
@@ -58,6 +59,7 @@ class MpiBackend(HostBackend):
         chunking: Chunking | None = None,
         start_timeout_s: float | None = None,
         shared_memory: bool = True,
+        reproducible: bool = False,
         check_launcher: bool = True,
         _original: MpiBackend | None = None,
         _alone: bool = False,  # only some ranks make it, in any order
@@ -72,8 +74,9 @@ class MpiBackend(HostBackend):
             if _original is None:
                 self._notices = PointToPoint(mpi, self._own(parent))
                 self._topology = Topology.find(mpi, self._comm, chunking)
-                self._memory: SharedMemory | None = self._topology.connect(
-                    self._comm, shared_memory
+                in_one_order = reproducible and len(self._topology.hosts) > 1
+                self._memory: SharedMemory | None = (
+                    None if in_one_order else self._topology.connect(self._comm, shared_memory)
                 )
             else:
                 self._notices = _original._notices

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.host_ranks import WINDOW, channel, connected, group
+from tests.support.host_ranks import WINDOW, channel, connected, group, plain_channel
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Segment
-from wfbp.comm.mpi.shm_allreduce import SharedAllReduce, SharedReduceTask
 from wfbp.comm.mpi.shm_memory import NUM_FLAG_SETS, SharedMemory
+from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import MpiWork
+from wfbp.comm.mpi.two_level import TwoLevel, TwoLevelTask
 from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
@@ -47,8 +48,8 @@ def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
                     slot[:] = -1
                     segments.append(Segment(4 * start, source, (), result))
                 pieces.append(slot if result is None else result)
-            reduces, line = channels[r]
-            tasks = reduces.tasks(buffer, segments, "int32", Op.SUM)
+            levels, line = channels[r]
+            tasks = levels.all_reduce(buffer, segments, "int32", Op.SUM)
             works[r].append(line.submit(buffer.nbytes, tasks))
             results[r].append(pieces)  # type: ignore[arg-type]
     chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
@@ -63,9 +64,10 @@ def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
 
 def test_there_are_so_many_channels() -> None:
     memory = connected(1)[0]
-    found = [SharedAllReduce.of(memory, group(0, 1), 0, 1, 4096) for _ in range(300)]
+    line, alone = plain_channel(group(0, 1), size=1), Topology(((0,),), 0, WINDOW)
+    found = [TwoLevel.of(memory, line, alone) for _ in range(300)]
     assert found.index(None) == NUM_FLAG_SETS // 2  # the others are for groups of some ranks
-    assert SharedAllReduce.of(None, group(0, 1), 0, 1, 4096) is None
+    assert TwoLevel.of(None, line, alone) is None
 
 
 def ready(size: int, numel: int) -> tuple[list[SharedMemory], list[Buffer], list[MpiWork[None]]]:
@@ -75,8 +77,8 @@ def ready(size: int, numel: int) -> tuple[list[SharedMemory], list[Buffer], list
     for rank, memory in enumerate(memories):
         buffer = memory.zeros(4 * numel).view(np.int32)
         buffer[:] = rank + 1
-        reduces, line = channel(memory, rank, size)
-        tasks = reduces.tasks(buffer, [], "int32", Op.SUM)
+        levels, line = channel(memory, rank, size)
+        tasks = levels.all_reduce(buffer, [], "int32", Op.SUM)
         assert len(tasks) == 1
         works.append(line.submit(buffer.nbytes, tasks))
         buffers.append(buffer)
@@ -96,11 +98,11 @@ def test_a_rank_that_gave_up_is_not_read(size: int, monkeypatch: pytest.MonkeyPa
     """
     memories, buffers, works = ready(size, 300)
     late = size - 1
-    deliver = SharedReduceTask._deliver
+    deliver = TwoLevelTask._deliver
     others = works[:late]
 
-    def held_up(task: SharedReduceTask, owner: int) -> None:
-        if task._rank == late and owner == 0:
+    def held_up(task: TwoLevelTask, owner: int) -> None:
+        if task._flags.rank == late and owner == 0:
             for work in others * 3:
                 assert not work.test()
             assert all(task._flags.reached(rank, task._number, 3) for rank in range(late))
@@ -108,7 +110,7 @@ def test_a_rank_that_gave_up_is_not_read(size: int, monkeypatch: pytest.MonkeyPa
             buffers[0][:] = -1
         deliver(task, owner)
 
-    monkeypatch.setattr(SharedReduceTask, "_deliver", held_up)
+    monkeypatch.setattr(TwoLevelTask, "_deliver", held_up)
     with pytest.raises(BackendError, match=f"rank {late} of {size}: .*rank 0 gave up before this"):
         go_on(works)
     for work in others * 9:
@@ -135,10 +137,10 @@ def test_more_tasks_than_there_are_rows(data: st.DataObject) -> None:
     works: list[list[MpiWork[None]]] = [[] for _ in range(size)]
     buffers: list[list[Buffer]] = [[] for _ in range(size)]
     for number in range(150):
-        for rank, (reduces, line) in enumerate(lines):
+        for rank, (levels, line) in enumerate(lines):
             buffer = memories[rank].zeros(80).view(np.int32)
             buffer[:] = number * (rank + 1)
-            tasks = reduces.tasks(buffer, [], "int32", Op.SUM)
+            tasks = levels.all_reduce(buffer, [], "int32", Op.SUM)
             works[rank].append(line.submit(80, tasks))
             buffers[rank].append(buffer)
     chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
@@ -153,17 +155,17 @@ def test_more_tasks_than_there_are_rows(data: st.DataObject) -> None:
 def test_sizes_beyond_four_gigabytes_are_cut_and_announced() -> None:
     """By arithmetic alone: nothing of it is touched."""
     memory = connected(1)[0]
-    reduces, _ = channel(memory, 0, 1, replace(WINDOW, window_bytes=1 << 29))
+    levels, _ = channel(memory, 0, 1, replace(WINDOW, window_bytes=1 << 29))
     try:
         low, buffer = memory.zeros(3 << 30), memory.zeros(5 << 30)
     except MemoryError:
         pytest.skip("this machine has less memory")
     data = buffer.view(np.float32)
     assert memory.offset(buffer) - memory.offset(low) == 3 << 30
-    tasks = reduces.tasks(data, [Segment(9 << 29, buffer[9 << 29 :])], "float32", Op.SUM)
+    tasks = levels.all_reduce(data, [Segment(9 << 29, buffer[9 << 29 :])], "float32", Op.SUM)
     assert [task.nbytes for task in tasks] == [1 << 28] * 20
     last = tasks[-1]
-    assert isinstance(last, SharedReduceTask)
+    assert isinstance(last, TwoLevelTask)
     assert (last._parts[0].start, last._parts[0].data.nbytes) == (0, 1 << 28)
     assert [len(task._parts) for task in tasks] == [0] * 18 + [1] * 2  # type: ignore[attr-defined]
     last.start()

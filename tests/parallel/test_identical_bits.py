@@ -1,0 +1,55 @@
+"""Averages have the same bits under every schedule and size, and by every way that they travel."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.parallel.runs import outcome
+
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+
+MESSAGES = (("WFBP_SHARED_MEMORY", "0"),)
+IN_ORDER = (("WFBP_REPRODUCIBLE", "1"),)
+
+
+def bits(
+    ranks: int,
+    mpi: str = "mpich",
+    env: tuple[tuple[str, str], ...] = (),
+    hosts: tuple[int, ...] = (),
+) -> Any:
+    """The digests of a job, which are those of each rank."""
+    layout = json.dumps(list(hosts))
+    found = outcome("torch/identical_bits", ranks, layout, mpi=mpi, env=env, timeout=380)
+    assert found.run.rc == 0, found.run
+    assert all(told == found.ranks[0] for told in found.ranks), found.ranks
+    digests = found.ranks[0]
+    assert len(digests["trained"]) == 12
+    assert len(set(digests["trained"].values())) == 1, digests["trained"]
+    assert len(set(digests["reduced"].values())) == 1, digests["reduced"]
+    return digests
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, 5])
+def test_schedules_and_ways(ranks: int) -> None:
+    assert bits(ranks) == bits(ranks, env=MESSAGES)
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=pytest.mark.long)])
+def test_mpi_libraries(ranks: int) -> None:
+    assert bits(ranks, "openmpi") == bits(ranks)
+
+
+@pytest.mark.long
+def test_eight_ranks() -> None:
+    assert bits(8) == bits(8, env=MESSAGES)
+
+
+def test_hosts_with_several_ranks() -> None:
+    """They have an order of their own, the same for every schedule."""
+    apart = bits(5, hosts=(3, 2))
+    assert apart["trained"] != bits(5)["trained"]
+    assert bits(5, env=IN_ORDER, hosts=(3, 2)) == bits(5)
