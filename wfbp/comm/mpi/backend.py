@@ -93,6 +93,7 @@ class MpiBackend(HostBackend):
         if self.size == mpi.COMM_WORLD.size:  # every rank is here, and has mapped all segments
             unlink_segments(mpi)
         self._who = f"rank {self.rank} of {self.size}"
+        self._apart = self._topology.one_rank_per_host
         self.local_rank = self._topology.local_rank
         self.local_size = self._topology.local_size
         self.library = mpi.Get_library_version().strip("\0").splitlines()[0].strip()
@@ -111,13 +112,13 @@ class MpiBackend(HostBackend):
 
     @property
     def progresses_alone(self) -> bool:
-        return self._topology.one_rank_per_host
+        return self._apart
 
     def may_progress(self) -> bool:
         return self._group.may_progress()
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        return self._topology.one_rank_per_host and self._group.rest(nap_s, most_s)
+        return self._apart and self._group.rest(nap_s, most_s)
 
     def zeros(self, nbytes: int) -> Buffer:
         return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)
@@ -139,8 +140,13 @@ class MpiBackend(HostBackend):
             if levels.memory.holds(data):
                 tasks = levels.all_reduce(data, segments, dtype, op)
                 return self._channel.submit(data.nbytes, tasks)
-            fill(buffer, segments)
-            return self._by_way_of(levels.memory.zeros(data.nbytes), data, dtype, op)
+            copy = levels.memory.zeros(data.nbytes).view(data.dtype)
+            copy[:] = data
+
+            def finish() -> None:
+                data[:] = copy
+
+            return Followed(self.all_reduce(copy, dtype, op, segments), finish)
         parts = [
             (part.start // data.itemsize, typed(part.data, dtype, writeable=False))
             for part in segments
@@ -155,16 +161,6 @@ class MpiBackend(HostBackend):
         sources = [_between(arrays, start, stop) for start, stop in shares]
         results = [[data[start:stop]] for start, stop in shares]
         return self._exchange(data.nbytes, sources, results, dtype, op)
-
-    def _by_way_of(self, shared: Buffer, data: Buffer, dtype: str, op: Op) -> Work[None]:
-        """All-reduce data of other memory by a copy in shared memory."""
-        copy = shared.view(data.dtype)
-        copy[:] = data
-
-        def finish() -> None:
-            data[:] = copy
-
-        return Followed(self.all_reduce(copy, dtype, op), finish)
 
     def reduce_scatter(
         self,

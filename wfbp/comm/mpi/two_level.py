@@ -193,6 +193,8 @@ class TwoLevelTask(Task):
                 self._combine()
             self._is_combined = True
             if levels.between_hosts:
+                # Before other hosts can see the sum: they cannot see who gave up here.
+                self._memory.check_read(flags.peers)
                 self._exchange()
             if not self._gathers:
                 self._enter_taken()
