@@ -203,8 +203,11 @@ class Run(NamedTuple):
 
 
 def run_of(name: str, losses: list[float], times: list[list[float]], spans: Spans) -> Run:
-    """Medians over the later half of the steps, without the first of each turn."""
-    late = [times[k] for k in range(len(times) // 2, len(times)) if k % TURN]
+    """Medians over the later half of the steps, without the first of each turn and the last of all.
+
+    The last update is not in wfbp's timeline, which ends with the last complete step.
+    """
+    late = [times[k] for k in range(len(times) // 2, len(times) - 1) if k % TURN]
     waits = {
         begin: sum(
             min(last, end) - max(first, begin)

@@ -18,6 +18,10 @@ DECOUPLED = [schedule for schedule in equality.SCHEDULES if schedule not in ALL_
 """Those that decouple, or may."""
 OPTIMIZERS = equality.OPTIMIZERS
 TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
+"""Of 20 steps."""
+END = {"float32": 1e-4, "float64": 1e-9}
+"""Of as many steps as a trial needs, up to 120: rounding errors grow from step to step. A wrong
+update is far beyond it."""
 
 
 RUNS = {
@@ -69,7 +73,7 @@ def check(schedule: str, optimizer: str, ranks: list[Any]) -> None:
     for rank, rows in enumerate(ranks):
         (row,) = [r for r in rows if (r["schedule"], r["optimizer"]) == (schedule, optimizer)]
         assert row["after_twenty"] <= TOLERANCE[row["dtype"]], (rank, row)
-        assert row["at_the_end"] <= TOLERANCE[row["dtype"]], (rank, row)
+        assert row["at_the_end"] <= END[row["dtype"]], (rank, row)
         assert row["ranks_equal"], (rank, row)
         assert row["moved"] > 0.01, (rank, row)
         assert not row["unused_has_gradient"], (rank, row)
@@ -113,7 +117,7 @@ def test_further_optimizers_equal_one_process(optimizer: str, ranks: int) -> Non
     for rank, rows in enumerate(records(ranks)):
         (row,) = [r for r in rows if r["optimizer"] == optimizer]
         assert row["after_twenty"] <= TOLERANCE["float64"], (rank, row)
-        assert row["at_the_end"] <= TOLERANCE["float64"], (rank, row)
+        assert row["at_the_end"] <= END["float64"], (rank, row)
         assert row["ranks_equal"], (rank, row)
         assert row["moved"] > 0.01, (rank, row)
         in_parts = optimizer in further_optimizers.ELEMENTWISE

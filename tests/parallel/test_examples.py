@@ -137,6 +137,8 @@ def test_the_demo_can_be_interrupted(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Shells start background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         network = ""
@@ -153,6 +155,6 @@ def test_the_demo_can_be_interrupted(tmp_path: Path) -> None:
     finally:
         demo.kill()
     assert not exists(network)
-    assert demo.returncode == 130
+    assert demo.returncode == 130, errors
     assert "link.py: stopped by SIGINT" in errors
     assert 'overlap.py", line' not in errors
