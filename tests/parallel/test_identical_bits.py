@@ -1,4 +1,4 @@
-"""Averages have the same bits under every schedule and size, and by every way that they travel."""
+"""Averages have the same bits by every schedule, interface and size, and however they travel."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def bits(
     assert found.run.rc == 0, found.run
     assert all(told == found.ranks[0] for told in found.ranks), found.ranks
     digests = found.ranks[0]
-    assert len(digests["trained"]) == 12
-    assert len(set(digests["trained"].values())) == 1, digests["trained"]
-    assert len(set(digests["reduced"].values())) == 1, digests["reduced"]
+    for kind, number in (("parameters", 12), ("averages", 8)):
+        assert len(digests[kind]) == number
+        assert len(set(digests[kind].values())) == 1, digests[kind]
     return digests
 
 
@@ -51,5 +51,5 @@ def test_eight_ranks() -> None:
 def test_hosts_with_several_ranks() -> None:
     """They have an order of their own, the same for every schedule."""
     apart = bits(5, hosts=(3, 2))
-    assert apart["trained"] != bits(5)["trained"]
+    assert apart["parameters"] != bits(5)["parameters"]
     assert bits(5, env=IN_ORDER, hosts=(3, 2)) == bits(5)

@@ -172,8 +172,10 @@ class TwoLevelTask(Task):
     def may_progress(self) -> bool:
         if self._phase == WAITING:
             return True
-        if self._phase != REDUCED and self._sent is not None:
-            return self._sent.done
+        if self._phase != REDUCED and self._sent is not None and not self._sent.done:
+            return False
+        if self._phase == READY and (self._is_combined or not self._reduces):
+            return True
         peers = self._missing if self._phase == REDUCED else self._flags.peers
         reached = (self._flags.reached(peer, self._number, self._phase) for peer in peers)
         return any(reached) if self._phase == REDUCED else all(reached)
