@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clusters", type=Path, default=DATA / "clusters.json")
     parser.add_argument("--cluster", default="10GbE-16", help="a name in it (default 10GbE-16)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring")
-    parser.add_argument("--node-workers", type=int, default=8, help="for hierarchical")
+    parser.add_argument("--ranks-per-host", type=int, default=8, help="for hierarchical")
     parser.add_argument("--kappa", type=float, default=0.0, help="interference (default 0)")
     parser.add_argument("--schedule", action="append", choices=PLANNERS)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         two = scale(costs, 2, measured_on=row["workers"]).all_reduce
         assert isinstance(two, LinearCost)
         fast = Link(two.alpha_s / 2 / FAST, two.beta_s_per_byte / FAST)
-        node = Node(arguments.node_workers, fast)
+        node = Node(arguments.ranks_per_host, fast)
     paths = arguments.trace or sorted(EXAMPLE_TRACES.glob("*.json"))
     if not paths:
         parser.error(f"no traces in {EXAMPLE_TRACES}; name some with --trace")

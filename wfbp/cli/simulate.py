@@ -9,7 +9,6 @@ from dataclasses import asdict
 import click
 
 from wfbp.cli.inputs import (
-    FiniteRange,
     best,
     integers,
     json_option,
@@ -19,12 +18,15 @@ from wfbp.cli.inputs import (
 )
 from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.bound import ratio_to_lower_bound
+from wfbp.core.cost import Costs
 from wfbp.sim.scaling import ALGORITHMS, Link, Node, link_of, scale
 from wfbp.sim.sweep import SweepRow, sweep
 
 DEFAULT_WORKERS = ",".join(str(2**k) for k in range(2, 12))
 MOST_WORKERS = 2**24
 HIERARCHICAL = "hierarchical"
+FAST = 10.0
+"""How many times faster links within a host are than those between hosts, if nothing tells."""
 
 
 def _counts(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, ...]:
@@ -85,16 +87,16 @@ def _count(text: str) -> int:
 )
 @click.option("--per-link", is_flag=True, help="COST is the cost of one hop over one link.")
 @click.option(
-    "--node-workers",
+    "--ranks-per-host",
     type=integers(1, MOST_WORKERS),
     default=8,
-    help="hierarchical: workers of a host.",
+    help="hierarchical: ranks of a host; COST is that of one rank per host.",
 )
 @click.option(
-    "--node-speed",
-    type=FiniteRange(0.0, 1e9, min_open=True),
-    default=10.0,
-    help="hierarchical: how many times faster links within a host are than those between hosts.",
+    "--within",
+    metavar="COST",
+    help="hierarchical: the cost of ranks on one host  [default: links 10 times as fast as those "
+    "between hosts].",
 )
 @json_option
 def command(
@@ -106,17 +108,17 @@ def command(
     names: tuple[str, ...],
     measured_on: int | None,
     per_link: bool,
-    node_workers: int,
-    node_speed: float,
+    ranks_per_host: int,
+    within: str | None,
     as_json: bool,
 ) -> None:
     """Predict the iteration on other numbers of workers, with the same batch per worker.
 
     TRACE and COST are files, examples (wfbp traces), or one directory of a recorded run for both.
     The algorithm's cost model turns COST into the cost of one link, and that into costs for every
-    number of workers. It replaces measured curves by their fitted lines.
+    number of workers. Measured curves become lines for numbers that were not measured.
     """
-    factor = 2.0 * max(workers) * max(1.0, 1.0 / node_speed)
+    factor = 2.0 * max(workers)
     model, costs, by_ranks, _ = load(trace, cost, optimizer, factor)
     if cost is None and (measured_on is not None or per_link):
         raise click.UsageError(
@@ -128,12 +130,15 @@ def command(
     source = link_of(costs) if per_link else costs
     node = None
     if algorithm == HIERARCHICAL:
-        if isinstance(source, Link):
-            alpha_s, beta_s = source.alpha_s, source.beta_s_per_byte
-        else:  # between two workers a ring has two hops, of half the bytes
-            pair = link_of(scale(costs, 2, measured_on=measured_on))
-            alpha_s, beta_s = pair.alpha_s / 2, pair.beta_s_per_byte
-        node = Node(node_workers, Link(alpha_s / node_speed, beta_s / node_speed))
+        if within is not None:
+            _, inner, inner_ranks, _ = load(trace, within, optimizer, factor)
+            node = Node(ranks_per_host, inner, inner_ranks or 2)
+        else:
+            link = source if isinstance(source, Link) else _link(costs, measured_on)
+            fast = Link(link.alpha_s / FAST, link.beta_s_per_byte / FAST)
+            node = Node(ranks_per_host, fast)
+    elif within is not None:
+        raise click.UsageError("--within needs --algorithm hierarchical")
     rows = sweep([model], source, workers, names, algorithm, measured_on=measured_on, node=node)
     if as_json:
         results = [
@@ -163,6 +168,12 @@ def command(
         [_cells(rows[start : start + len(names)]) for start in range(0, len(rows), len(names))],
         ["efficiency and speed-up are those of the best schedule, over one worker", origin],
     )
+
+
+def _link(costs: Costs, measured_on: int) -> Link:
+    """The link of costs by a ring. Between two workers it has two hops, of half the bytes each."""
+    pair = link_of(scale(costs, 2, measured_on=measured_on))
+    return Link(pair.alpha_s / 2, pair.beta_s_per_byte)
 
 
 def _cells(rows: Sequence[SweepRow]) -> list[str]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from wfbp.core.cost import CostModel, Costs, LinearCost, PiecewiseCost
 from wfbp.core.fit import fit_linear
+from wfbp.core.types import Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +19,15 @@ class Link(LinearCost):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A host of ``workers`` (at least 1) with one network link; ``link`` connects two of them."""
+    """A host of ``workers`` (at least 1) with one network link.
+
+    ``source`` is the cost of a link between two of its workers, or costs over ``measured_on`` of
+    them.
+    """
 
     workers: int
-    link: Link
+    source: Link | Costs
+    measured_on: int = 2
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -81,19 +87,19 @@ def scale(
 
     If P is no power of two, halving-doubling uses the next lower one, 2 more hops and 2 more
     messages. ``hierarchical`` reduces within each of N = P / G hosts, then between hosts, whose
-    workers share one link, then gathers within.
+    workers share one link, then gathers within: what wfbp itself does.
 
     Args:
         source: the cost of one link; or the costs over ``measured_on`` workers by the same
-            algorithm (``hierarchical``: by a ring between hosts). Their curves become straight
-            lines, because the change of a curve's shape with P is not known.
+            algorithm (``hierarchical``: one worker per host). Over other numbers of workers their
+            curves become straight lines, because the change of a curve's shape with P is not known.
         workers: P, at least 1.
         algorithm: one of :data:`ALGORITHMS`.
         measured_on: number of workers of measured costs, at least 2.
-        node: for ``hierarchical``: the workers of a host, and the links between them.
+        node: for ``hierarchical``: the workers of a host, and the costs between them.
 
     Returns:
-        Linear costs; one worker costs nothing.
+        The costs; one worker costs nothing.
 
     Raises:
         ValueError: no such algorithm, too few workers, or a node is missing or unused.
@@ -112,38 +118,54 @@ def scale(
         raise ValueError(f"workers: expected at least 1, found {workers}")
     if (algorithm == "hierarchical") is not (node is not None):
         raise ValueError(f"node: {'missing' if node is None else 'not used'} for {algorithm!r}")
-    hops, volume = FLAT["ring" if node else algorithm](workers)
-    inner = Link(0.0, 0.0)
     if node:
         within = min(node.workers, workers)
-        hops, volume = _ring(-(-workers // within))
-        inner_hops, inner_volume = _ring(within)
-        inner = Link(inner_hops * node.link.alpha_s, inner_volume * node.link.beta_s_per_byte)
-
-    def cost(alpha_s: float, beta_s_per_byte: float, share: float) -> LinearCost:
-        """A share of an all-reduce, from the cost of a link."""
-        return LinearCost(
-            share * (hops * alpha_s + inner.alpha_s),
-            share * (volume * beta_s_per_byte + inner.beta_s_per_byte),
+        return _sum(
+            scale(source, -(-workers // within), measured_on=measured_on),
+            scale(node.source, within, measured_on=node.measured_on),
         )
-
+    hops, volume = FLAT[algorithm](workers)
     if isinstance(source, Link):
-        return Costs(cost(source.alpha_s, source.beta_s_per_byte, 1.0))
+        return Costs(LinearCost(hops * source.alpha_s, volume * source.beta_s_per_byte))
     if measured_on < 2:
         raise ValueError(f"measured_on: expected at least 2 workers, found {measured_on}")
-    measured_hops, measured_volume = FLAT["ring" if node else algorithm](measured_on)
+    if workers == measured_on:
+        return source
+    measured_hops, measured_volume = FLAT[algorithm](measured_on)
 
-    def carried(curve: CostModel, share: float) -> LinearCost:
+    def carried(curve: CostModel) -> LinearCost:
         line = _line(curve)
-        alpha_s = line.alpha_s / (share * measured_hops)
-        return cost(alpha_s, line.beta_s_per_byte / (share * measured_volume), share)
+        return LinearCost(
+            line.alpha_s * hops / measured_hops, line.beta_s_per_byte * volume / measured_volume
+        )
 
     scatter, gather = source.reduce_scatter, source.all_gather
     return Costs(
-        carried(source.all_reduce, 1.0),
-        carried(scatter, 0.5) if scatter is not None else None,
-        carried(gather, 0.5) if gather is not None else None,
+        carried(source.all_reduce),
+        carried(scatter) if scatter is not None else None,
+        carried(gather) if gather is not None else None,
         source.kappa,
+    )
+
+
+def _sum(between: Costs, within: Costs) -> Costs:
+    """The costs of one after the other."""
+
+    def both(operation: Operation) -> CostModel:
+        one, other = between.of(operation), within.of(operation)
+        if isinstance(one, LinearCost) and isinstance(other, LinearCost):
+            return LinearCost(
+                one.alpha_s + other.alpha_s, one.beta_s_per_byte + other.beta_s_per_byte
+            )
+        curves = [curve for curve in (one, other) if isinstance(curve, PiecewiseCost)]
+        sizes = sorted({size for curve in curves for size, _ in curve.points})
+        return PiecewiseCost(tuple((size, one(size) + other(size)) for size in sizes))
+
+    return Costs(
+        both(Operation.ALL_REDUCE),
+        both(Operation.REDUCE_SCATTER),
+        both(Operation.ALL_GATHER),
+        between.kappa,
     )
 
 

@@ -194,8 +194,8 @@ def test_any_bytes(content: bytes, tmp_path: Path) -> None:
             "--algorithm",
             "--schedule",
             "--measured-on",
-            "--node-workers",
-            "--node-speed",
+            "--ranks-per-host",
+            "--within",
         ]
     ),
     value=st.text(max_size=6)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.support.cli_runs import TRACES, answer, assert_refused, cost_file, wfbp
+from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace
 from wfbp.sim.scaling import ALGORITHMS
@@ -82,12 +84,16 @@ def test_hierarchical_counts_the_links_within_a_host(tmp_path: Path) -> None:
     message_s = 6e-3 + 1.5e-9 * sum(trace.backward_bytes)
     (row,) = answer(*arguments, "--per-link")["results"]
     assert row["exposed_s"] == pytest.approx(message_s / 10)
-    (row,) = answer(*arguments, "--per-link", "--node-speed", 1)["results"]
+    # A host's own cost, measured between two of its ranks: two hops of such links.
+    two = Costs(LinearCost(2e-3, 1e-9)).to_json()
+    (tmp_path / "within.json").write_text(json.dumps(two))
+    arguments += ["--within", tmp_path / "within.json"]
+    (row,) = answer(*arguments, "--per-link", "--ranks-per-host", 4)["results"]
     assert row["exposed_s"] == pytest.approx(message_s)
     # The same from an all-reduce between two workers, which is two hops of half the bytes each.
     pair = cost_file(tmp_path, all_reduce={"alpha_s": 2e-3, "beta_s_per_byte": 1e-9})
     arguments[3] = pair
-    (row,) = answer(*arguments)["results"]
+    (row,) = answer(*arguments[:-2])["results"]
     assert row["exposed_s"] == pytest.approx(message_s / 10)
 
 
@@ -154,9 +160,9 @@ def test_by_default_from_4_to_2048(tmp_path: Path) -> None:
         (("--schedule", "fast"), ("--schedule", "'fast' is not known", "hybrid")),
         (("--schedule", ""), ("--schedule",)),
         (("--measured-on", "1"), ("--measured-on",)),
-        (("--node-workers", "0"), ("--node-workers",)),
-        (("--node-speed", "0"), ("--node-speed",)),
-        (("--node-speed", "nan"), ("--node-speed",)),
+        (("--ranks-per-host", "0"), ("--ranks-per-host",)),
+        (("--within", "10gbe-16"), ("--within needs --algorithm hierarchical",)),
+        (("--algorithm", "hierarchical", "--within", "none"), ("none: no such file",)),
     ],
 )
 def test_bad_options(options: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:

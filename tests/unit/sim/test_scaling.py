@@ -8,6 +8,7 @@ from tests.unit.core.test_planners import TRACES, uniform
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace
+from wfbp.core.types import Operation
 from wfbp.sim.scaling import ALGORITHMS, FLAT, Link, Node, scale
 from wfbp.sim.sweep import sweep
 
@@ -54,13 +55,13 @@ def test_ring_equals_stepping_round_it(workers: int) -> None:
 
 
 def test_hierarchical_is_rings_within_and_between_hosts() -> None:
-    within = line(scale(NODE.link, 8))
+    within = line(scale(NODE.source, 8))
     between = line(scale(LINK, 16))
     both = line(scale(LINK, 128, "hierarchical", node=NODE))
     assert both == pytest.approx((within[0] + between[0], within[1] + between[1]))
     assert line(scale(LINK, 8, "hierarchical", node=NODE)) == pytest.approx(within)
     assert line(scale(LINK, 4, "hierarchical", node=NODE)) == pytest.approx(
-        line(scale(NODE.link, 4))
+        line(scale(NODE.source, 4))
     )
     alone = Node(1, Link(0.0, 0.0))
     assert line(scale(LINK, 16, "hierarchical", node=alone)) == pytest.approx(between)
@@ -89,7 +90,20 @@ def test_measured_costs_go_through_links_to_any_size_and_back(algorithm: str) ->
 
 def test_measured_curves_become_lines() -> None:
     curve = PiecewiseCost(tuple((m, 1e-4 + 1e-9 * m) for m in (4.0, 1e3, 1e6, 1e8)))
-    assert line(scale(Costs(curve), 2)) == pytest.approx((1e-4, 1e-9), rel=1e-6)
+    assert line(scale(Costs(curve), 4)) == pytest.approx((3e-4, 1.5e-9), rel=1e-6)
+    assert scale(Costs(curve), 2) == Costs(curve)
+
+
+def test_measured_curves_of_both_levels_are_added() -> None:
+    slow = PiecewiseCost(((4.0, 1e-3), (1e6, 9e-3)))
+    fast = Costs(
+        PiecewiseCost(((4.0, 1e-5), (1e4, 3e-5), (1e6, 2e-3))), all_gather=LinearCost(0, 0)
+    )
+    both = scale(Costs(slow), 4, "hierarchical", node=Node(2, fast))
+    for size in (4.0, 1e4, 5e5, 1e6):
+        assert both.all_reduce(size) == pytest.approx(slow(size) + fast.all_reduce(size))
+        gather = both.of(Operation.ALL_GATHER)
+        assert gather(size) == pytest.approx(slow(size) / 2)
 
 
 def test_costs_never_fall_with_workers() -> None:
