@@ -131,15 +131,16 @@ def test_the_demo_can_be_interrupted(tmp_path: Path) -> None:
             return any("libtorch" in memory.path for memory in process.memory_maps())
         return False
 
+    # Shells start background jobs with SIGINT ignored, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     demo = subprocess.Popen(
         [sys.executable, EXAMPLES / "overlap.py", "--output", tmp_path],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Shells start background jobs with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+    signal.signal(signal.SIGINT, before)
     try:
         network = ""
         while not exists(network or "wfbp none"):
