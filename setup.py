@@ -35,6 +35,7 @@ NATIVE_HEADERS = [
         "mpi_functions.h",
         "native.h",
         "pack_table.h",
+        "threads.h",
         "transfers.h",
     )
 ]
@@ -132,7 +133,8 @@ setup(
             depends=NATIVE_HEADERS,
             include_dirs=["csrc"],
             cxx_std=17,
-            extra_compile_args=["/O2"] if sys.platform == "win32" else ["-O3", "-Wall", "-Wextra"],
+            extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread"],
+            extra_link_args=["-pthread"],
         ),
         *jax_extension(),
     ],

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "half.h"
+#include "threads.h"
 
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 #define WFBP_X86 1
@@ -85,7 +86,11 @@ struct Reduction {
 
   void run(const std::vector<const std::uint8_t*>& shards, std::uint8_t* out,
            std::size_t count) const {
-    reduce(shards, out, count, divisor);
+    in_parts(count, item, [&](std::size_t first, std::size_t last) {
+      std::vector<const std::uint8_t*> parts(shards);
+      for (const std::uint8_t*& part : parts) part += first * item;
+      reduce(parts, out + first * item, last - first, divisor);
+    });
   }
 };
 

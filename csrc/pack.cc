@@ -2,7 +2,9 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -130,6 +132,23 @@ void reduce_shards(const py::object& shards, py::array out, const std::string& d
   wfbp::without_gil([&] { reduction.run(pointers, target, count); });
 }
 
+void copy(py::array target, const py::array& source) {
+  std::uint8_t* to = writable_bytes(target, "target");
+  if (!(source.flags() & py::array::c_style) || source.nbytes() != target.nbytes()) {
+    throw py::value_error("source must be a C-contiguous array of " +
+                          std::to_string(target.nbytes()) + " bytes");
+  }
+  const auto* from = static_cast<const std::uint8_t*>(source.data());
+  const auto nbytes = static_cast<std::size_t>(target.nbytes());
+  wfbp::without_gil([&] {
+    wfbp::in_parts(nbytes, 1, [&](std::size_t first, std::size_t last) {
+      std::memcpy(to + first, from + first, last - first);
+    });
+  });
+}
+
+void use_threads(unsigned number) { wfbp::num_threads() = std::max(1U, number); }
+
 }  // namespace
 
 void wfbp::bind_pack(py::module_& module) {
@@ -155,6 +174,8 @@ void wfbp::bind_pack(py::module_& module) {
       .def("unpack", [](const Table& self) { wfbp::without_gil([&] { self.table.unpack(); }); });
 
   module.def("scale", &scale, py::arg("buffer").noconvert(), py::arg("dtype"), py::arg("factor"));
+  module.def("copy", &copy, py::arg("target").noconvert(), py::arg("source").noconvert());
+  module.def("use_threads", &use_threads, py::arg("number"));
   module.def("use_instructions", &use_instructions, py::arg("name"));
   module.def("reduce_shards", &reduce_shards, py::arg("shards"), py::arg("out").noconvert(),
              py::arg("dtype"), py::arg("op"), py::arg("divisor") = 1.0);

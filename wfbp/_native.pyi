@@ -12,6 +12,12 @@ INSTRUCTIONS: str
 def use_instructions(name: str) -> None:
     """Choose the kernels of later calls and tables by name (for tests and measurements)."""
 
+def use_threads(number: int) -> None:
+    """Use so many threads, at least one, for each reduction or copy of several MiB."""
+
+def copy(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+    """Copy contiguous memory of as many bytes, which the target's may not overlap."""
+
 class PackTable:
     """The slots of a fusion buffer (``destination``) and, in ``pointers``, the address that each
     slot is filled from; 0 means absent.

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["INSTRUCTIONS", "PackTable", "Transfer", "Transfers", "reduce_shards", "scale"]
+__all__ = [
+    "INSTRUCTIONS",
+    "PackTable",
+    "Transfer",
+    "Transfers",
+    "copy",
+    "reduce_shards",
+    "scale",
+    "use_threads",
+]
 
 try:
-    from wfbp._native import INSTRUCTIONS, PackTable, Transfer, Transfers, reduce_shards, scale
+    from wfbp._native import (
+        INSTRUCTIONS,
+        PackTable,
+        Transfer,
+        Transfers,
+        copy,
+        reduce_shards,
+        scale,
+        use_threads,
+    )
 except ImportError as error:
     _SOURCES = Path(__file__).resolve().parents[1]
     raise ImportError(

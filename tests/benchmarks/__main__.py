@@ -24,6 +24,7 @@ BENCHMARKS = {
     "backend": "DDP, FSDP2 and collectives of torch.distributed by wfbp, against gloo",
     "upstream": "PyTorch's own tests of its process groups, under gloo and under wfbp",
     "stress": "10,000 asynchronous operations on overlapping groups of torch.distributed",
+    "ranks": "many ranks on one machine: start, probe, first plan, memory",
     "replay": "the real runtime on a trace and an emulated link, against the prediction",
 }
 """What each does; ``main(argv)`` of the module of that name runs it."""

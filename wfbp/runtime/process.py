@@ -15,12 +15,15 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from wfbp import native
 from wfbp.comm.backend import Backend
 from wfbp.comm.mpi.start_notice import under_launcher
+from wfbp.comm.waiting import num_cores
 from wfbp.config import Config, read_environment, unknown_variables
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpError
 from wfbp.runtime import timeline, uncaught
 from wfbp.runtime.collectives.operations import Collectives
+from wfbp.runtime.cores import advice, num_threads, own_cores
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.uncaught import describe_error
 
@@ -247,6 +250,8 @@ SHARED = (
 """Fields of ``Config``. The schedule and its threshold are compared per optimizer."""
 
 _MOST_HOSTS = 8
+_MOST_THREADS = 4
+"""Of a reduction: more do not read memory faster."""
 _LABEL = "init(): comparing settings"
 
 
@@ -259,7 +264,8 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
     mine = {name: getattr(runtime.config, name) for name in SHARED}
     mine["record_steps"] = "-".join(map(str, mine["record_steps"]))  # as its variable has it
     place = runtime.local_rank, runtime.local_size
-    payload = json.dumps([describe_error(problem) if problem else "", mine, platform.node(), place])
+    told = describe_error(problem) if problem else ""
+    payload = json.dumps([told, mine, platform.node(), own_cores(), place])
     payloads = [json.loads(p) for p in runtime.channel.exchange(payload.encode(), _LABEL)]
     if problem is not None:
         _print_once(runtime, problem, [text for text, *_ in payloads])
@@ -287,8 +293,18 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
         )
         uncaught.print_line(disagreement, describe_error(disagreement) if runtime.rank == 0 else "")
         raise disagreement
+    where = [(host, cores) for _, _, host, cores, _ in payloads]
+    runtime.core_sharers = where.count(where[runtime.rank])
+    warn_of_cores(runtime, num_threads())
+    native.use_threads(min(_MOST_THREADS, num_cores() // runtime.core_sharers))
     if runtime.rank == 0:
-        _tell_who_takes_part(runtime, [host for _, _, host, _ in payloads])
+        _tell_who_takes_part(runtime, [host for host, _ in where])
+
+
+def warn_of_cores(runtime: Runtime, threads: int) -> None:
+    """Warn if ranks with so many threads each are too many for their cores."""
+    if problem := advice(runtime.core_sharers, num_cores(), threads):
+        runtime.warn_once("cores", problem)
 
 
 def compare_problem(problem: Exception) -> None:

@@ -81,6 +81,8 @@ class Runtime:
         self.library = backend.library
         self.places: Sequence[tuple[int, int]] = ()
         """Of every rank, its number on its host and how many there are; init() learns them."""
+        self.core_sharers = 1
+        """How many ranks may use exactly this rank's cores; init() counts them."""
         self._backend = backend
         self._network = NetworkCosts(
             config.probe_budget_s, self.check_measurement, backend.rank == 0

@@ -162,7 +162,9 @@ def distribute(
 ) -> DistributedOptimizerBase:
     """As :func:`DistributedOptimizer`, by a class derived from ``base``; ``runtime`` is None on a
     rank that steps alone."""
-    config = process.current("DistributedOptimizer()").config
+    whole = process.current("DistributedOptimizer()")
+    config = whole.config
+    process.warn_of_cores(whole, torch.get_num_threads())  # programs set it after init()
     if not isinstance(compression, type) or compression not in COMPRESSED_DTYPES:
         raise ValueError(
             f"compression is {getattr(compression, '__name__', compression)}; expected "

@@ -360,8 +360,8 @@ class MpiBackend(HostBackend):
             here, reduces = levels.memory.holds(buffer), operation is Operation.ALL_REDUCE
             if not levels.between_hosts:
                 # A few ranks exchange small messages in less time.
-                large = buffer.nbytes > chunking.small_bytes or self.size > chunking.direct_ranks
-                wanted = here and reduces and large
+                small = buffer.nbytes * (self.size - 1) <= chunking.small_bytes
+                wanted = here and reduces and not (small and self.size <= chunking.direct_ranks)
             else:  # by one way whatever the size, so that sums have one order
                 # Integers are averaged as 64 bits, which parts of other hosts do not have.
                 wanted = (here or reduces) and not (dtype in INTEGER and op is Op.AVERAGE)

@@ -50,7 +50,7 @@ class Chunking:
     chunk_bytes: int = 1 << 20
     window_bytes: int = 3 << 20
     window_tasks: int = 8
-    # Up to here a rank sends its whole contribution to all others: one exchange instead of two.
+    # A rank sends its whole contribution to all others, if that is no more: one exchange, not two.
     small_bytes: int = 64 << 10
     # Up to this many ranks all-gather by direct exchange.
     direct_ranks: int = 16

@@ -28,7 +28,7 @@ from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import Channel, Message, Task, chunks
 from wfbp.core.types import Op
-from wfbp.native import reduce_shards
+from wfbp.native import copy, reduce_shards
 
 WAITING, READY, REDUCED, TAKEN = range(4)
 """Phases of a task; one that is WAITING for a row of flags has published nothing."""
@@ -297,7 +297,7 @@ class TwoLevelTask(Task):
                     done = start + target.size
                 targets.append((done, self._chunk[done:end]))
             for start, target in targets:
-                target[:] = block[start - begin : start - begin + target.size]
+                copy(target, block[start - begin : start - begin + target.size])
 
 
 class TwoLevel:

@@ -1,0 +1,37 @@
+"""Warnings of ranks that share cores, and of more threads than cores."""
+
+from __future__ import annotations
+
+import pytest
+
+from wfbp.runtime.cores import advice, num_threads, ranges
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "threads", "words"),
+    [
+        (3, 2, 1, ("3 ranks use the same 2 cores", "Slurm: --cpus-per-task")),
+        (2, 1, 1, ("2 ranks use one core",)),
+        (2, 8, 8, ("2 ranks with 8 threads each use the same 8 cores", "OMP_NUM_THREADS=4")),
+        (1, 2, 4, ("4 threads use 2 cores", "OMP_NUM_THREADS=2")),
+    ],
+)
+def test_what_is_wrong(ranks: int, cores: int, threads: int, words: tuple[str, ...]) -> None:
+    assert all(word in advice(ranks, cores, threads) for word in words)
+
+
+@pytest.mark.parametrize(("ranks", "cores", "threads"), [(2, 2, 1), (1, 8, 8), (4, 8, 2)])
+def test_nothing_is_wrong(ranks: int, cores: int, threads: int) -> None:
+    assert advice(ranks, cores, threads) == ""
+
+
+@pytest.mark.parametrize(("told", "threads"), [("4", 4), ("4,2", 4), ("", 1), ("many", 1)])
+def test_threads(told: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", told)
+    assert num_threads() == threads
+
+
+def test_ranges() -> None:
+    assert ranges([]) == ""
+    assert ranges([5]) == "5"
+    assert ranges(range(128)) == "0-127"

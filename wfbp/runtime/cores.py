@@ -1,0 +1,62 @@
+"""Whether ranks share cores, or have more threads than cores: both slow down all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from wfbp.comm.waiting import num_cores
+
+
+def own_cores() -> str:
+    """The cores that this process may use, as ranges."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(num_cores())
+    return ranges(cores)
+
+
+def num_threads() -> int:
+    """Threads per rank that the environment asks for; 1 if it does not say."""
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(told) if told.isdecimal() and int(told) else 1
+
+
+def advice(ranks: int, cores: int, threads: int) -> str:
+    """What is wrong if so many ranks, with so many threads each, use the same cores, and how to fix
+    it; empty if nothing is.
+
+    >>> advice(2, 4, 4)
+    '2 ranks with 4 threads each use the same 4 cores, so threads wait for each other. Start with \
+wfbprun, which divides the cores among ranks, or set OMP_NUM_THREADS=2'
+    >>> advice(2, 4, 2), advice(1, 4, 4)
+    ('', '')
+    """
+    have = f"{'the same ' * (ranks > 1)}{cores} cores" if cores > 1 else "one core"
+    if ranks > cores:
+        return (
+            f"{ranks} ranks use {have}, and take turns. Start fewer ranks, ask for a core per rank "
+            "(Slurm: --cpus-per-task), or bind them to different cores (wfbprun does)"
+        )
+    if ranks * threads <= cores:
+        return ""
+    who = (
+        f"{ranks} ranks with {threads} threads each use" if ranks > 1 else f"{threads} threads use"
+    )
+    return (
+        f"{who} {have}, so threads wait for each other. Start with wfbprun, which divides the "
+        f"cores among ranks, or set OMP_NUM_THREADS={cores // ranks}"
+    )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers as ranges, in order.
+
+    >>> ranges({8, 0, 1, 3, 2})
+    '0-3,8'
+    """
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
