@@ -24,6 +24,7 @@ BENCHMARKS = {
     "backend": "DDP, FSDP2 and collectives of torch.distributed by wfbp, against gloo",
     "upstream": "PyTorch's own tests of its process groups, under gloo and under wfbp",
     "stress": "10,000 asynchronous operations on overlapping groups of torch.distributed",
+    "hosts": "collectives of hosts with several ranks each, on two levels and without",
     "ranks": "many ranks on one machine: start, probe, first plan, memory",
     "replay": "the real runtime on a trace and an emulated link, against the prediction",
 }

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -352,6 +352,59 @@ def test_reduce_does_not_overflow_on_the_way(pack: ModuleType) -> None:
     assert np.array_equal(out, large)
     pack.reduce_shards([large] * 4, out, "float16", "sum")
     assert np.all(widen(out, "float16") == np.inf)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads within a test."""
+    yield _native.use_threads
+    _native.use_threads(1)
+
+
+SEVERAL = [(2 << 20) - 4, 2 << 20, (2 << 20) + 12, (9 << 20) + 20]
+"""Bytes at which a second thread begins, and of more parts than threads."""
+
+
+@pytest.mark.parametrize("nbytes", SEVERAL)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+def test_threads_reduce_as_one_does(
+    threads: Callable[[int], None], dtype: str, nbytes: int
+) -> None:
+    kind = "u2" if dtype == "float16" else dtype
+    rng = np.random.default_rng(nbytes)
+    shards = [rng.integers(0, 2**12, nbytes // np.dtype(kind).itemsize).astype(kind) for _ in "abc"]
+    alone, together = np.zeros_like(shards[0]), np.zeros_like(shards[0])
+    _native.reduce_shards(shards, alone, dtype, "sum", 3)
+    for number in (2, 3):
+        threads(number)
+        together[:] = 0
+        _native.reduce_shards(shards, together, dtype, "sum", 3)
+        assert np.array_equal(together, alone)
+    _native.reduce_shards(shards, shards[1], dtype, "sum", 3)  # in place
+    assert np.array_equal(shards[1], alone)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4099, *SEVERAL])
+def test_threads_copy_all(threads: Callable[[int], None], nbytes: int) -> None:
+    source = np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
+    for number in (1, 2, 3):
+        threads(number)
+        room = np.zeros(nbytes + 2, np.uint8)
+        _native.copy(room[1:-1], source)
+        assert np.array_equal(room[1:-1], source)
+        assert not room[0]
+        assert not room[-1]
+
+
+def test_copy_refuses_wrong_arguments() -> None:
+    eight, frozen = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="source must be a C-contiguous array of 8 bytes"):
+        _native.copy(eight, eight[:7])
+    with pytest.raises(ValueError, match="source must be a C-contiguous array of 8 bytes"):
+        _native.copy(eight, np.zeros(16, np.uint8)[::2])
+    with pytest.raises(ValueError, match="target must be a writable"):
+        _native.copy(frozen, eight)
 
 
 def test_reduce_refuses_wrong_arguments(pack: ModuleType) -> None:
