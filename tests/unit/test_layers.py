@@ -159,6 +159,7 @@ def is_environment(node: ast.expr) -> bool:
 
 
 RUNTIME = (
+    "cores",
     "signals",
     "heap",
     "step",

@@ -90,6 +90,12 @@ class Backend(ABC):
         rank that does not test delays its peers."""
         return False
 
+    @property
+    def on_two_levels(self) -> bool:
+        """Whether every collective prefers the memory of :meth:`HostBackend.zeros`, and not only an
+        all-reduce."""
+        return False
+
     def may_progress(self) -> bool:
         """Whether a test could make progress, here or on a duplicate; True if unknown. Cheap and
         never blocks, but may do part of a test's work."""

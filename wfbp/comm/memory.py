@@ -74,7 +74,7 @@ class Memory:
         self.now = self.produced = self.join = self.packed = self.ended = perf_counter
 
     def zeros(self, nbytes: int, travels: bool = False) -> Buffer:
-        """Zeroed, cache-line-aligned bytes; ``travels``: preferred by the backend's all-reduce."""
+        """Zeroed, cache-line-aligned bytes; ``travels``: preferred by its collectives."""
         size = nbytes + _LINE_BYTES
         raw = self.backend.zeros(size) if travels else zeroed(size)
         start = -raw.__array_interface__["data"][0] % _LINE_BYTES

@@ -108,7 +108,8 @@ class GroupBuffer:
         return [stop - start for start, stop in self._ranges[self._own]]
 
     def _new_message(self) -> _Storage:
-        data = self._memory.zeros(self.nbytes, travels=self.whole)
+        prefers = self.whole or self._memory.backend.on_two_levels
+        data = self._memory.zeros(self.nbytes, travels=prefers)
         offsets = [self._own * self._block_bytes + offset for offset in self._offsets]
         message = _Storage(self._memory, data, offsets, self._own_bytes())
         message.copies_segments = self.whole and self._memory.backend.copies_segments(data)

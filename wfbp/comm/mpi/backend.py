@@ -114,6 +114,10 @@ class MpiBackend(HostBackend):
     def progresses_alone(self) -> bool:
         return self._apart
 
+    @property
+    def on_two_levels(self) -> bool:
+        return self._levels is not None and self._levels.between_hosts
+
     def may_progress(self) -> bool:
         return self._group.may_progress()
 

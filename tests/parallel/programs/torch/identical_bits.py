@@ -10,6 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ import wfbp.jax
 import wfbp.torch as hvd
 from tests.support.hosts import as_on_hosts, in_rows
 from wfbp import GradientReducer, allreduce
-from wfbp.config import SCHEDULES, Config
+from wfbp.config import SCHEDULES, read_environment
 from wfbp.core.planners import ALL_REDUCE_SCHEDULES
 
-CONFIG = Config(warmup_steps=1, profile_steps=1, trial_steps=2, probe_budget_s=0.05)
+CONFIG = replace(
+    read_environment()[0], warmup_steps=1, profile_steps=1, trial_steps=2, probe_budget_s=0.05
+)
 STEPS = 14
 SIZES = (1, 2, 3, 17, 1021, 16_385, 300_001)
 """From one element to more than a chunk of shared memory."""
