@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 import wfbp.torch as wfbp
 from tests.benchmarks.machine import print_table
+from wfbp.runtime.progress.channel import ControlChannel
 from wfbp.runtime.tuning import network
 
 MIB = 2**20
@@ -48,18 +49,34 @@ def main(argv: Sequence[str]) -> int:
         return 0
     print_table(
         f"{wfbp.size()} ranks, {mine['gradient_bytes'] / MIB:.2f} MiB of gradients",
-        ("start s", "probe s", "first plan s", "steps", "step ms", "imports MiB", "end MiB", "own"),
+        (
+            "start s",
+            "probe s",
+            "first plan s",
+            "steps",
+            "exchanges",
+            "KiB each",
+            "step ms",
+            "imports MiB",
+            "end MiB",
+            "own",
+        ),
         [
             (
                 f"{found['start_s']:.2f}",
                 f"{found['probe_s']:.2f}",
                 f"{found['plan_s']:.2f}",
                 str(found["steps"]),
+                str(found["exchanges"]),
+                f"{found['exchanged_bytes'] / found['exchanges'] / 1024:.2f}",
                 f"{found['step_s'] * 1e3:.1f}",
                 *(f"{found[key] / MIB:.0f}" for key in ("imports_bytes", "end_bytes", "own_bytes")),
             )
         ],
-        ["imports, end: resident memory before init() and at the end; own: without shared pages"],
+        [
+            "exchanges: of control messages until the first plan, and the mean size of a message",
+            "imports, end: resident memory before init() and at the end; own: without shared pages",
+        ],
     )
     return 0
 
@@ -78,6 +95,13 @@ def _train(schedule: str, width: int) -> dict[str, Any]:
             probes_s.append(time.perf_counter() - begin_s)
 
     network.measure_cost = timed
+    exchanges, sizes = ControlChannel.exchange, list[int]()
+
+    def counted(channel: ControlChannel, payload: bytes, *labels: str) -> list[bytes]:
+        sizes.append(len(payload))
+        return exchanges(channel, payload, *labels)
+
+    ControlChannel.exchange = counted  # type: ignore[method-assign]
     begin_s = time.perf_counter()
     wfbp.init()
     start_s = time.perf_counter() - begin_s
@@ -98,6 +122,7 @@ def _train(schedule: str, width: int) -> dict[str, Any]:
         step()
         steps += 1
     plan_s = time.perf_counter() - begin_s
+    until_plan = list(sizes)
     begin_s = time.perf_counter()
     for _ in range(10):
         step()
@@ -108,6 +133,8 @@ def _train(schedule: str, width: int) -> dict[str, Any]:
         "probe_s": sum(probes_s),
         "plan_s": plan_s,
         "steps": steps,
+        "exchanges": len(until_plan),
+        "exchanged_bytes": sum(until_plan),
         "step_s": step_s,
         "imports_bytes": imports_bytes,
         "end_bytes": end_bytes,

@@ -170,7 +170,8 @@ def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         if runtime.size > 1:
-            runtime.channel.exchange(json.dumps([_ARGUMENT_ERROR, str(error)]).encode(), call)
+            told = json.dumps([_ARGUMENT_ERROR, str(error)])
+            runtime.channel.exchange_if_different(told.encode(), call)
         raise
 
 

@@ -129,7 +129,8 @@ class Reducer:
         }
         what = "comparing tensors"
         mine = consistency.encode_specs(self.specs, settings)
-        consistency.check_specs(self.who, channel.exchange(mine, f"{name}: {what}", what))
+        payloads = channel.exchange_if_different(mine, f"{name}: {what}", what)
+        consistency.check_specs(self.who, payloads)
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
             backend, beside = runtime.lease(channel)
             self.memory = memory = location(runtime, backend, channel.call)

@@ -64,6 +64,13 @@ ALGORITHMS = (*FLAT, "hierarchical")
 """All algorithms, the flat ones and rings within and between hosts."""
 
 
+CONTROL_EXCHANGES = 200
+"""Exchanges of control messages until the first plan, most of them while the network is measured
+(docs/benchmarks/hosts.md)."""
+CONTROL_BYTES = 512
+"""Of a control message; those of a trial's measurements are longer, the others shorter."""
+
+
 def scale(
     source: Link | Costs,
     workers: int,
@@ -167,6 +174,19 @@ def _sum(between: Costs, within: Costs) -> Costs:
         both(Operation.ALL_GATHER),
         between.kappa,
     )
+
+
+def control_s(link: Link, workers: int) -> float:
+    """Seconds of a job's control messages, from its start to its first plan; at most.
+
+    In each of :data:`CONTROL_EXCHANGES` every rank sends every other rank a message. They are taken
+    as sent one after the other. Later steps have none.
+
+    Example:
+        >>> round(control_s(Link(alpha_s=1e-6, beta_s_per_byte=0.0), 2048), 2)
+        0.41
+    """
+    return CONTROL_EXCHANGES * (workers - 1) * link(CONTROL_BYTES)
 
 
 def link_of(costs: Costs) -> Link:

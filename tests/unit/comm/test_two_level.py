@@ -49,7 +49,7 @@ def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
                     segments.append(Segment(4 * start, source, (), result))
                 pieces.append(slot if result is None else result)
             levels, line = channels[r]
-            tasks = levels.all_reduce(buffer, segments, "int32", Op.SUM)
+            tasks = levels.tasks_of_reduction(buffer, segments, "int32", Op.SUM)
             works[r].append(line.submit(buffer.nbytes, tasks))
             results[r].append(pieces)  # type: ignore[arg-type]
     chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
@@ -78,7 +78,7 @@ def ready(size: int, numel: int) -> tuple[list[SharedMemory], list[Buffer], list
         buffer = memory.zeros(4 * numel).view(np.int32)
         buffer[:] = rank + 1
         levels, line = channel(memory, rank, size)
-        tasks = levels.all_reduce(buffer, [], "int32", Op.SUM)
+        tasks = levels.tasks_of_reduction(buffer, [], "int32", Op.SUM)
         assert len(tasks) == 1
         works.append(line.submit(buffer.nbytes, tasks))
         buffers.append(buffer)
@@ -140,7 +140,7 @@ def test_more_tasks_than_there_are_rows(data: st.DataObject) -> None:
         for rank, (levels, line) in enumerate(lines):
             buffer = memories[rank].zeros(80).view(np.int32)
             buffer[:] = number * (rank + 1)
-            tasks = levels.all_reduce(buffer, [], "int32", Op.SUM)
+            tasks = levels.tasks_of_reduction(buffer, [], "int32", Op.SUM)
             works[rank].append(line.submit(80, tasks))
             buffers[rank].append(buffer)
     chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
@@ -162,7 +162,9 @@ def test_sizes_beyond_four_gigabytes_are_cut_and_announced() -> None:
         pytest.skip("this machine has less memory")
     data = buffer.view(np.float32)
     assert memory.offset(buffer) - memory.offset(low) == 3 << 30
-    tasks = levels.all_reduce(data, [Segment(9 << 29, buffer[9 << 29 :])], "float32", Op.SUM)
+    tasks = levels.tasks_of_reduction(
+        data, [Segment(9 << 29, buffer[9 << 29 :])], "float32", Op.SUM
+    )
     assert [task.nbytes for task in tasks] == [1 << 28] * 20
     last = tasks[-1]
     assert isinstance(last, TwoLevelTask)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from wfbp.comm.arrays import INTEGER, Buffer, blocks, split, typed, word_dtype
 from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill, fill_blocks
-from wfbp.comm.mpi.exchange import Exchange, Followed, Staging, connect_shared
+from wfbp.comm.mpi.exchange import Exchange, Staging, connect_shared
 from wfbp.comm.mpi.library import BytesTask, LibraryTask, gather_tasks, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
@@ -138,19 +138,9 @@ class MpiBackend(HostBackend):
             fill(buffer, segments)
         if self.size == 1 or data.size == 0:
             return Finished(None)
-        levels = self._levels
         if self._choose(Operation.ALL_REDUCE, data, dtype, op) is Algorithm.TWO_LEVEL:
-            assert levels is not None
-            if levels.memory.holds(data):
-                tasks = levels.all_reduce(data, segments, dtype, op)
-                return self._channel.submit(data.nbytes, tasks)
-            copy = levels.memory.zeros(data.nbytes).view(data.dtype)
-            copy[:] = data
-
-            def finish() -> None:
-                data[:] = copy
-
-            return Followed(self.all_reduce(copy, dtype, op, segments), finish)
+            assert self._levels is not None
+            return self._levels.all_reduce(data, dtype, op, segments)
         parts = [
             (part.start // data.itemsize, typed(part.data, dtype, writeable=False))
             for part in segments
@@ -182,9 +172,7 @@ class MpiBackend(HostBackend):
             return Finished(None)
         if algorithm is Algorithm.TWO_LEVEL:
             assert self._levels is not None
-            sizes, data = [part.size for part in parts], typed(buffer, dtype)
-            tasks = self._levels.exchange(data, sizes, dtype, op, reduces=True)
-            return self._channel.submit(buffer.nbytes, tasks)
+            return self._levels.reduce_scatter(typed(buffer, dtype), parts, dtype, op)
         sources = _per_block(parts, segments, dtype, writeable=False)
         results = [[part] for part in parts]
         return self._exchange(buffer.nbytes, sources, results, dtype, op, gathers=False)
@@ -197,7 +185,8 @@ class MpiBackend(HostBackend):
             return Finished(None)
         algorithm = self._choose(Operation.ALL_GATHER, buffer)
         if algorithm is Algorithm.TWO_LEVEL:
-            return self._gather_by_levels(typed(buffer, "uint8"), parts, counts, segments)
+            assert self._levels is not None
+            return self._levels.all_gather(typed(buffer, "uint8"), parts, segments)
         if algorithm is Algorithm.DIRECT:
             return self._exchange(buffer.nbytes, None, _per_block(parts, segments, "uint8"))
         tasks: list[Task] = []
@@ -214,32 +203,6 @@ class MpiBackend(HostBackend):
                 tasks += gather_tasks(self._channel, data, _starts(segment.counts), bounds)
                 end = segment.start + max(segment.counts)
         return self._channel.submit(sum(task.nbytes for task in tasks), tasks)
-
-    def _gather_by_levels(
-        self,
-        data: Buffer,
-        parts: Sequence[Buffer],
-        counts: Sequence[int],
-        segments: Sequence[Segment],
-    ) -> Work[None]:
-        """All-gather in shared memory; segments are copied there, and back."""
-        assert self._levels is not None
-        places = [
-            (part[segment.start : segment.start + piece.size], piece)
-            for segment in segments
-            for part, piece in zip(
-                parts, blocks(self.size, segment.data, segment.counts, "uint8"), strict=True
-            )
-        ]
-        for place, piece in places[self.rank :: self.size]:
-            place[:] = piece
-
-        def finish() -> None:
-            for place, piece in places:
-                piece[:] = place
-
-        tasks = self._levels.exchange(data, counts, "uint8", reduces=False)
-        return Followed(self._channel.submit(data.nbytes, tasks), finish)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         data = typed(buffer, "uint8")

@@ -22,7 +22,7 @@ from wfbp.comm.arrays import Buffer, combine, split, typed
 from wfbp.comm.backend import Finished, Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task
-from wfbp.comm.mpi.two_level import READY, REDUCED, TAKEN, WAITING, SharedFlags
+from wfbp.comm.mpi.two_level import READY, REDUCED, TAKEN, WAITING, Followed, SharedFlags
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
@@ -310,24 +310,6 @@ class _MessageTask(Task):
                 if block is not None and block.nbytes:
                     messages.append((block, peer, arrives))
         self.transfer = channel.group.transfers.begin(channel.handle, channel.next_tag(), messages)
-
-
-class Followed(Work[None]):
-    """Work after which something is done once, in the thread that finds it complete."""
-
-    def __init__(self, work: Work[None], finish: Callable[[], None]) -> None:
-        self._work, self._finish = work, finish
-        self._finished = False
-
-    def test(self) -> bool:
-        if not self._finished and self._work.test():
-            self._finished = True
-            self._finish()
-        return self._finished
-
-    @property
-    def result(self) -> None:
-        return None
 
 
 class Exchange:

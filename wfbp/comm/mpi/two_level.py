@@ -15,15 +15,15 @@ Flags order the data only if processors see stores in order (``shm_memory.ORDERE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import HALF, Buffer, reduction, split, typed
-from wfbp.comm.backend import Segment
+from wfbp.comm.arrays import HALF, Buffer, blocks, reduction, split, typed
+from wfbp.comm.backend import Segment, Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import Channel, Message, Task, chunks
@@ -300,6 +300,24 @@ class TwoLevelTask(Task):
                 copy(target, block[start - begin : start - begin + target.size])
 
 
+class Followed(Work[None]):
+    """Work after which something is done once, in the thread that finds it complete."""
+
+    def __init__(self, work: Work[None], finish: Callable[[], None]) -> None:
+        self._work, self._finish = work, finish
+        self._finished = False
+
+    def test(self) -> bool:
+        if not self._finished and self._work.test():
+            self._finished = True
+            self._finish()
+        return self._finished
+
+    @property
+    def result(self) -> None:
+        return None
+
+
 class TwoLevel:
     """The collectives of one channel. Ranks of a host are known by their *place* there."""
 
@@ -331,6 +349,50 @@ class TwoLevel:
         return cls(memory, SharedFlags(memory, here.index(channel.rank), places), channel, topology)
 
     def all_reduce(
+        self, data: Buffer, dtype: str, op: Op, segments: Sequence[Segment]
+    ) -> Work[None]:
+        """Combine a buffer in place, apart from its segments."""
+        if self.memory.holds(data):
+            tasks = self.tasks_of_reduction(data, segments, dtype, op)
+            return self.channel.submit(data.nbytes, tasks)
+        copied = self.memory.zeros(data.nbytes).view(data.dtype)
+        copied[:] = data
+
+        def finish() -> None:
+            data[:] = copied
+
+        return Followed(self.all_reduce(copied, dtype, op, segments), finish)
+
+    def reduce_scatter(
+        self, data: Buffer, parts: Sequence[Buffer], dtype: str, op: Op
+    ) -> Work[None]:
+        """Combine a buffer of the shared memory into its parts, one per rank, each at its owner."""
+        tasks = self._tasks_of_exchange(data, [part.size for part in parts], dtype, op)
+        return self.channel.submit(data.nbytes, tasks)
+
+    def all_gather(
+        self, data: Buffer, parts: Sequence[Buffer], segments: Sequence[Segment]
+    ) -> Work[None]:
+        """Bring every rank's part of a buffer of the shared memory to all; segments are copied
+        there, and back."""
+        places = [
+            (part[segment.start : segment.start + piece.size], piece)
+            for segment in segments
+            for part, piece in zip(
+                parts, blocks(len(parts), segment.data, segment.counts, "uint8"), strict=True
+            )
+        ]
+        for place, piece in places[self.rank :: len(parts)]:
+            place[:] = piece
+
+        def finish() -> None:
+            for place, piece in places:
+                piece[:] = place
+
+        tasks = self._tasks_of_exchange(data, [part.size for part in parts])
+        return Followed(self.channel.submit(data.nbytes, tasks), finish)
+
+    def tasks_of_reduction(
         self, buffer: Buffer, segments: Sequence[Segment], dtype: str, op: Op
     ) -> list[TwoLevelTask]:
         """Tasks that combine a buffer of the shared memory in place, apart from its segments."""
@@ -355,10 +417,10 @@ class TwoLevel:
             tasks.append(TwoLevelTask(self, buffer[start:stop], bounds, dtype, op, within))
         return tasks
 
-    def exchange(
-        self, buffer: Buffer, counts: Sequence[int], dtype: str, op: Op = Op.SUM, *, reduces: bool
+    def _tasks_of_exchange(
+        self, buffer: Buffer, counts: Sequence[int], dtype: str = "uint8", op: Op | None = None
     ) -> list[TwoLevelTask]:
-        """Tasks of a reduce-scatter, or of an all-gather, of each rank's elements."""
+        """Tasks of a reduce-scatter of each rank's elements, or without ``op`` an all-gather."""
         starts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
         # Each has a piece of every rank's block, so that all ranks work all the time.
         pieces = [split(n, max(1, -(-buffer.nbytes // self.chunk_bytes))) for n in counts]
@@ -368,9 +430,9 @@ class TwoLevel:
                 buffer,
                 [(at + first, at + last) for at, (first, last) in zip(starts, piece, strict=True)],
                 dtype,
-                op,
-                reduces=reduces,
-                gathers=not reduces,
+                op or Op.SUM,
+                reduces=op is not None,
+                gathers=op is None,
             )
             for piece in zip(*pieces, strict=True)
         ]

@@ -70,7 +70,7 @@ def compare_many(
         return
     described = [[name, dtype, list(shape)] for name, dtype, shape in rows]
     message = json.dumps([root_rank, described])
-    payloads = runtime.channel.exchange(message.encode(), MANY)
+    payloads = runtime.channel.exchange_if_different(message.encode(), MANY)
     entries = [json.loads(payload) for payload in payloads]
     check_argument_errors(runtime, MANY, entries)
     for rank, theirs in enumerate(entries):
