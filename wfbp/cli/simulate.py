@@ -19,15 +19,7 @@ from wfbp.cli.inputs import (
 from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.cost import Costs
-from wfbp.sim.scaling import (
-    ALGORITHMS,
-    CONTROL_EXCHANGES,
-    Link,
-    Node,
-    control_s,
-    link_of,
-    scale,
-)
+from wfbp.sim.scaling import ALGORITHMS, Link, Node, control_s, link_of, scale
 from wfbp.sim.sweep import SweepRow, sweep
 
 DEFAULT_WORKERS = ",".join(str(2**k) for k in range(2, 12))
@@ -178,8 +170,8 @@ def command(
         [_cells(rows[start : start + len(names)]) for start in range(0, len(rows), len(names))],
         [
             "efficiency and speed-up are those of the best schedule, over one worker",
-            f"control messages until the first plan: {CONTROL_EXCHANGES} exchanges, at most "
-            f"{control_s(link, most):.2g} s with {most} workers; none in later steps",
+            f"control messages until the first plan take at most {control_s(link, most):.2g} s "
+            f"with {most} workers",
             origin,
         ],
     )
