@@ -33,8 +33,8 @@ _FETCH_BYTES = 256 << 20
 class StateSharding:
     """The parameters of an optimizer that are updated shard by shard at present, and their state.
 
-    A sharded parameter's shard is a tensor of one dimension that shares its memory, and replaces it
-    in the optimizer's state. State of the parameter's own shape is sharded with it; other values
+    A sharded parameter's shard is a flat tensor that shares its memory, and replaces it in the
+    optimizer's state. State of the parameter's own shape is sharded with it; other values
     (counts of steps) are the same on every rank.
 
     ``params`` are dense in memory. The state of ``optimizer``, by parameter or shard, is changed in
@@ -92,11 +92,14 @@ class StateSharding:
         """Let a tensor be a parameter's shard."""
         # No view: that would keep another tensor that uses the parameter's memory.
         param, part = self._params[index], self._parts[index]
+        count = part.stop - part.start
+        # A state of shape (1,), as a count, must not be taken for a value of each element.
+        shape = (count,) if count != 1 else (1, 1) if param.dim() else ()
         with torch.no_grad():
             return shard.set_(  # type: ignore[call-overload, no-any-return]
                 param.untyped_storage(),
                 param.storage_offset() + part.start,
-                (part.stop - part.start,),
+                shape,
             )
 
     def drop_gradients(self) -> None:
@@ -234,7 +237,7 @@ class StateSharding:
         if not entry or not shard.numel():
             return
         self._state[shard] = {
-            key: self.part(index, tensors.flat(ordered(param, value))).clone()
+            key: self.part(index, tensors.flat(ordered(param, value))).clone().view(shard.shape)
             if _goes_with(param, value)
             else value
             for key, value in entry.items()

@@ -196,9 +196,10 @@ class Update:
         shard = sharding.shard(index)
         slot = None if reduced is None else reduced[index]
         if shard.numel() and slot is not None and not slot.whole:
-            shard.grad = tensors.shared(slot.data).view(param.dtype)
+            shard.grad = tensors.shared(slot.data).view(param.dtype).view(shard.shape)
         elif shard.numel() and param.grad is not None and (reduced is None or slot is not None):
-            shard.grad = sharding.part(index, tensors.flat(ordered(param, param.grad)))
+            whole = tensors.flat(ordered(param, param.grad))
+            shard.grad = sharding.part(index, whole).view(shard.shape)
         return shard
 
     def _follow(self, sharding: StateSharding) -> None:

@@ -923,20 +923,27 @@ def state_of_shape_one() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(wfbp.size(), dtype=torch.float64))
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+            self.many = nn.Parameter(torch.ones(17 * wfbp.size(), dtype=torch.float64))
 
     def backward(model: nn.Module, rank: int, step: int) -> None:
-        (model.weight * data(step, rank, wfbp.size())).sum().backward()
+        seen = (model.weight * data(step, rank, wfbp.size())).sum()
+        (seen * model.scale + model.many.sum()).backward()
 
     for sharding in (None, True):
         _, optimizer = check_training(
             Few(), backward, CountsInAVector, steps=STEPS, optimizer_sharding=sharding
         )
-        state = optimizer.state_dict()["state"][0]
-        assert state["count"].tolist() == [STEPS], state
-        assert state["sum"].shape == (wfbp.size(),), state
-        for theirs in MPI.COMM_WORLD.allgather(state["sum"]):
-            same(theirs, state["sum"], "state of two ranks")
-        optimizer.load_state_dict(optimizer.state_dict())
+        for steps in (STEPS, STEPS + 1):
+            states = optimizer.state_dict()["state"]
+            for index, shape in enumerate(((wfbp.size(),), (), (17 * wfbp.size(),))):
+                state = states[index]
+                assert state["count"].tolist() == [steps], state
+                assert state["sum"].shape == shape, state
+                for theirs in MPI.COMM_WORLD.allgather(state["sum"]):
+                    same(theirs, state["sum"], "state of two ranks")
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
 
 
 @check
