@@ -213,7 +213,7 @@ def run_model(
             result=str(result),
         ).save(file)
         program = [sys.executable, "-m", f"tests.benchmarks.{worker}", str(file)]
-        command = [*launch_command(options.link, options.np), *program]
+        command = [*launch_command(options.link, options.np, options.hosts), *program]
         variables = {**rank_environment(), **environment}
         status = run_job(command, variables)
         if status or not result.exists():
@@ -222,7 +222,7 @@ def run_model(
         return ModelResult.from_json(json.loads(result.read_text()))
 
 
-def launch_command(link: str, ranks: int) -> list[str]:
+def launch_command(link: str, ranks: int, hosts: int = 2) -> list[str]:
     """What to put before the program: ``mpirun``, or the link's script for a link of that rate.
 
     Raises:
@@ -236,7 +236,8 @@ def launch_command(link: str, ranks: int) -> list[str]:
         return [mpirun, "-np", str(ranks)]
     if not LINK_SCRIPT.exists():
         raise SystemExit(f"--link needs a checkout of the project: {LINK_SCRIPT} not found")
-    return [sys.executable, str(LINK_SCRIPT), "run", "--rate", link, "-np", str(ranks), "--"]
+    placed = ["--hosts", str(hosts), "--rate", link, "-np", str(ranks)]
+    return [sys.executable, str(LINK_SCRIPT), "run", *placed, "--"]
 
 
 def rank_environment() -> dict[str, str]:
@@ -278,6 +279,7 @@ def add_arguments(
     parser.add_argument("--link", choices=LINKS, default="none", help="none: shared memory")
     parser.add_argument("--json", help="file for all samples")
     parser.add_argument("--np", type=int, default=2, help="number of ranks")
+    parser.add_argument("--hosts", type=int, default=2, help="that share them, over a link")
     parser.add_argument(
         "--max-foreign",
         type=float,

@@ -111,7 +111,7 @@ class Waiter:
     def watching(cls, backend: Backend, policy: Policy | None = None) -> Waiter:
         """A waiter for a backend's works and its duplicates', on this machine."""
         crowded = backend.local_size > num_cores()
-        if policy is None and backend.progresses_alone:
+        if policy is None and (backend.progresses_alone or backend.on_two_levels):
             policy = Policy(spin_gap_s=CARRIED_SPIN_GAP_S)
         return cls(policy, activity=partial(getattr, backend, "activity"), crowded=crowded)
 
