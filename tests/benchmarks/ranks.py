@@ -73,11 +73,9 @@ def main(argv: Sequence[str]) -> int:
                 *(f"{found[key] / MIB:.0f}" for key in ("imports_bytes", "end_bytes", "own_bytes")),
             )
         ],
-        [
-            "exchanges: of control messages until the first plan, and the mean size of a message",
-            "imports, end: resident memory before init() and at the end; own: without shared pages",
-        ],
     )
+    print("exchanges: of control messages until the first plan, and the mean size of a message")
+    print("imports, end: resident memory before init() and at the end; own: without shared pages")
     return 0
 
 

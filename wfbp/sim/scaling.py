@@ -64,8 +64,10 @@ ALGORITHMS = (*FLAT, "hierarchical")
 """All algorithms, the flat ones and rings within and between hosts."""
 
 
-CONTROL_EXCHANGES = 200
-"""Exchanges of control messages until the first plan, most of them while the network is measured
+CHUNK_BYTES = 3 << 19
+"""Of a collective on two levels (``comm.mpi.transfers.Chunking``: two make a window)."""
+CONTROL_EXCHANGES = 60
+"""Exchanges of control messages from start to the first plan: 27 to 57 were counted
 (docs/benchmarks/hosts.md)."""
 CONTROL_BYTES = 512
 """Of a control message; those of a trial's measurements are longer, the others shorter."""
@@ -88,13 +90,14 @@ def scale(
     ring                h = 2 (P - 1)                  v = 2 (P - 1) / P
     tree                h = 2 ceil(log2 P)             v = 2
     halving_doubling    h = 2 log2 P                   v = 2 (P - 1) / P
-    hierarchical        h = 2 (N - 1) between hosts    v = 2 (N - 1) / N between,
+    hierarchical        h = 2 (N - 1) between hosts    v = 2 (N - 1) / N between, or
                         2 (G - 1) within               2 (G - 1) / G within
     ==================  =============================  ==========================
 
     If P is no power of two, halving-doubling uses the next lower one, 2 more hops and 2 more
     messages. ``hierarchical`` reduces within each of N = P / G hosts, then between hosts, whose
-    workers share one link, then gathers within: what wfbp itself does.
+    workers share one link, then gathers within, chunk by chunk: what wfbp itself does. The slower
+    level limits.
 
     Args:
         source: the cost of one link; or the costs over ``measured_on`` workers by the same
@@ -127,7 +130,7 @@ def scale(
         raise ValueError(f"node: {'missing' if node is None else 'not used'} for {algorithm!r}")
     if node:
         within = min(node.workers, workers)
-        return _sum(
+        return _pipelined(
             scale(source, -(-workers // within), measured_on=measured_on),
             scale(node.source, within, measured_on=node.measured_on),
         )
@@ -155,18 +158,22 @@ def scale(
     )
 
 
-def _sum(between: Costs, within: Costs) -> Costs:
-    """The costs of one after the other."""
+def _pipelined(between: Costs, within: Costs) -> Costs:
+    """The costs of chunks that travel between hosts while others are reduced within them."""
 
     def both(operation: Operation) -> CostModel:
         one, other = between.of(operation), within.of(operation)
         if isinstance(one, LinearCost) and isinstance(other, LinearCost):
             return LinearCost(
-                one.alpha_s + other.alpha_s, one.beta_s_per_byte + other.beta_s_per_byte
+                one.alpha_s + other.alpha_s, max(one.beta_s_per_byte, other.beta_s_per_byte)
             )
         curves = [curve for curve in (one, other) if isinstance(curve, PiecewiseCost)]
         sizes = sorted({size for curve in curves for size, _ in curve.points})
-        return PiecewiseCost(tuple((size, one(size) + other(size)) for size in sizes))
+        points = []
+        for size in sizes:
+            faster_s, slower_s = sorted((one(size), other(size)))
+            points.append((size, slower_s + faster_s / max(1.0, size / CHUNK_BYTES)))
+        return PiecewiseCost(tuple(points))
 
     return Costs(
         both(Operation.ALL_REDUCE),
@@ -184,7 +191,7 @@ def control_s(link: Link, workers: int) -> float:
 
     Example:
         >>> round(control_s(Link(alpha_s=1e-6, beta_s_per_byte=0.0), 2048), 2)
-        0.41
+        0.12
     """
     return CONTROL_EXCHANGES * (workers - 1) * link(CONTROL_BYTES)
 
