@@ -67,7 +67,7 @@ ALGORITHMS = (*FLAT, "hierarchical")
 CHUNK_BYTES = 3 << 19
 """Of a collective on two levels (``comm.mpi.transfers.Chunking``: two make a window)."""
 CONTROL_EXCHANGES = 60
-"""Exchanges of control messages from start to the first plan: 27 to 57 were counted
+"""Of control messages, from start to the first plan; 27 to 57 were counted
 (docs/benchmarks/hosts.md)."""
 CONTROL_BYTES = 512
 """Of a control message; those of a trial's measurements are longer, the others shorter."""
