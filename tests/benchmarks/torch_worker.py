@@ -49,8 +49,8 @@ def check_equality(
 ) -> dict[str, float | None]:
     """Train a few steps from one state with each contestant and compare the parameters.
 
-    Those whose gradients travel in 16 bits are compared after one step, and all of them where more
-    than two ranks add in several orders: deep models amplify rounding from step to step.
+    16-bit gradients are compared after one step, because deep models amplify rounding from step to
+    step. So are all contestants with more than two ranks, which sum in different orders.
 
     Args:
         comm: of all ranks; collective.
@@ -134,7 +134,7 @@ def main(words: Sequence[str]) -> None:
         foreign = foreign_cores[contestant.name] = load.foreign_cores(usage(processes))
         say(f"{contestant.name} ready after {steps} steps, foreign load {foreign:.2f} cores")
     differences = check_equality(comm, contestants, state, batches)
-    say(f"parameters agree after {NUM_STEPS} steps from one state")
+    say("parameters agree after the same steps from one state")
     for contestant in contestants:
         contestant.reset(state, TIMED_RATE)
     blocks = time_blocks(comm, contestants, batches, settings, say)

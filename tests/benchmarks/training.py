@@ -271,7 +271,7 @@ def add_arguments(
     usual: Sequence[str],
     warm_up_steps: int,
 ) -> None:
-    """What every benchmark of this kind takes; ``usual`` compete where nobody is named."""
+    """Add the options of a training benchmark; ``usual`` are the default contestants."""
     usual_models = [name for name in models if name not in FURTHER_MODELS]
     parser.add_argument("--models", type=names(models), default=usual_models)
     parser.add_argument("--contestants", type=names(contestants), default=list(usual))
@@ -279,7 +279,7 @@ def add_arguments(
     parser.add_argument("--link", choices=LINKS, default="none", help="none: shared memory")
     parser.add_argument("--json", help="file for all samples")
     parser.add_argument("--np", type=int, default=2, help="number of ranks")
-    parser.add_argument("--hosts", type=int, default=2, help="that share them, over a link")
+    parser.add_argument("--hosts", type=int, default=2, help="number of hosts, with --link")
     parser.add_argument(
         "--max-foreign",
         type=float,

@@ -170,7 +170,7 @@ def command(
         [_cells(rows[start : start + len(names)]) for start in range(0, len(rows), len(names))],
         [
             "efficiency and speed-up are those of the best schedule, over one worker",
-            f"control messages until the first plan take at most {control_s(link, most):.2g} s "
+            f"control messages before the first plan take at most {control_s(link, most):.2g} s "
             f"with {most} workers",
             origin,
         ],

@@ -92,8 +92,8 @@ class Backend(ABC):
 
     @property
     def on_two_levels(self) -> bool:
-        """Whether every collective prefers the memory of :meth:`HostBackend.zeros`, and not only an
-        all-reduce."""
+        """Whether ranks combine in shared memory within hosts, and send messages between them. All
+        collectives then prefer memory of :meth:`HostBackend.zeros`; else only all-reduce does."""
         return False
 
     def may_progress(self) -> bool:

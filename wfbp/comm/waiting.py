@@ -32,7 +32,7 @@ GAP_WEIGHT = 0.25
 LATE_S = 0.1
 """A longer step waited for a peer, not for the network, and would distort the gap for good."""
 CARRIED_SPIN_GAP_S = 2e-4
-"""If a network carries data without tests, spinning for longer steps gains nothing."""
+"""If a network carries data between tests, spinning for longer steps gains nothing."""
 TESTS_PER_LOOK = 4
 PATIENCE = 4
 """Factor on naps while training computes: each nap costs it about 50 us of cold caches."""

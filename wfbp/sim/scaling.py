@@ -65,12 +65,11 @@ ALGORITHMS = (*FLAT, "hierarchical")
 
 
 CHUNK_BYTES = 3 << 19
-"""Of a collective on two levels (``comm.mpi.transfers.Chunking``: two make a window)."""
+"""Chunk of a two-level collective: half a window of ``comm.mpi.transfers.Chunking``."""
 CONTROL_EXCHANGES = 60
-"""Of control messages, from start to the first plan; 27 to 57 were counted
-(docs/benchmarks/hosts.md)."""
+"""Control exchanges from start to the first plan; docs/benchmarks/hosts.md counts 27 to 57."""
 CONTROL_BYTES = 512
-"""Of a control message; those of a trial's measurements are longer, the others shorter."""
+"""Size of a control message; the mean was 180 to 360."""
 
 
 def scale(
@@ -159,7 +158,7 @@ def scale(
 
 
 def _pipelined(between: Costs, within: Costs) -> Costs:
-    """The costs of chunks that travel between hosts while others are reduced within them."""
+    """Costs of two levels that work on different chunks at the same time."""
 
     def both(operation: Operation) -> CostModel:
         one, other = between.of(operation), within.of(operation)
@@ -184,10 +183,10 @@ def _pipelined(between: Costs, within: Costs) -> Costs:
 
 
 def control_s(link: Link, workers: int) -> float:
-    """Seconds of a job's control messages, from its start to its first plan; at most.
+    """Upper estimate of the seconds for control messages, from a job's start to its first plan.
 
-    In each of :data:`CONTROL_EXCHANGES` every rank sends every other rank a message. They are taken
-    as sent one after the other. Later steps have none.
+    Every rank sends every other rank one message per exchange. The estimate is for one message
+    after another. Later steps have no control messages.
 
     Example:
         >>> round(control_s(Link(alpha_s=1e-6, beta_s_per_byte=0.0), 2048), 2)

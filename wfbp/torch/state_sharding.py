@@ -93,7 +93,7 @@ class StateSharding:
         # No view: that would keep another tensor that uses the parameter's memory.
         param, part = self._params[index], self._parts[index]
         count = part.stop - part.start
-        # A state of shape (1,), as a count, must not be taken for a value of each element.
+        # State of shape (1,), such as a step count, must not match a shard of one element.
         shape = (count,) if count != 1 else (1, 1) if param.dim() else ()
         with torch.no_grad():
             return shard.set_(  # type: ignore[call-overload, no-any-return]

@@ -129,7 +129,7 @@ def test_what_was_read_before_a_rank_gave_up_counts() -> None:
 @settings(max_examples=10)
 @given(st.data())
 def test_more_tasks_than_there_are_rows(data: st.DataObject) -> None:
-    """Many at once, one of which is complete on some ranks long before it is on others."""
+    """Some ranks complete a task long before others do."""
     size = data.draw(st.sampled_from([2, 3]), "ranks")
     window = replace(WINDOW, window_bytes=1 << 20, window_tasks=200)
     memories = connected(size)

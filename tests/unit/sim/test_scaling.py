@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.core.test_planners import TRACES, uniform
+from wfbp.comm.mpi.transfers import Chunking
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace
@@ -102,14 +103,14 @@ def test_chunks_on_one_level_hide_those_on_the_other() -> None:
     both = scale(Costs(slow), 4, "hierarchical", node=Node(2, fast))
     for size in (4.0, 1e4, 5e5, 1e6):
         assert both.all_reduce(size) == pytest.approx(slow(size) + fast.all_reduce(size))
-    chunks = 12  # of which one's reduction is not hidden
-    long = Costs(PiecewiseCost(((4.0, 1e-5), (chunks * CHUNK_BYTES, 0.4))))
-    inner = Node(2, Costs(PiecewiseCost(((4.0, 1e-5), (chunks * CHUNK_BYTES, 0.3)))))
-    deep = scale(long, 4, "hierarchical", node=inner)
-    assert deep.all_reduce(chunks * CHUNK_BYTES) == pytest.approx(0.4 + 0.3 / chunks)
-    for size in (4.0, 1e4):
         gather = both.of(Operation.ALL_GATHER)
         assert gather(size) == pytest.approx(slow(size) / 2)
+    assert Chunking().window_bytes // 2 == CHUNK_BYTES
+    chunks = 12  # all but one are hidden
+    between = Costs(PiecewiseCost(((4.0, 1e-5), (chunks * CHUNK_BYTES, 0.4))))
+    within = Node(2, Costs(PiecewiseCost(((4.0, 1e-5), (chunks * CHUNK_BYTES, 0.3)))))
+    both = scale(between, 4, "hierarchical", node=within)
+    assert both.all_reduce(chunks * CHUNK_BYTES) == pytest.approx(0.4 + 0.3 / chunks)
 
 
 def test_costs_never_fall_with_workers() -> None:

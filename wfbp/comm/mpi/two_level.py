@@ -351,7 +351,7 @@ class TwoLevel:
     def all_reduce(
         self, data: Buffer, dtype: str, op: Op, segments: Sequence[Segment]
     ) -> Work[None]:
-        """Combine a buffer in place, apart from its segments."""
+        """Reduce a buffer in place, except for its segments."""
         if self.memory.holds(data):
             tasks = self.tasks_of_reduction(data, segments, dtype, op)
             return self.channel.submit(data.nbytes, tasks)
@@ -366,15 +366,14 @@ class TwoLevel:
     def reduce_scatter(
         self, data: Buffer, parts: Sequence[Buffer], dtype: str, op: Op
     ) -> Work[None]:
-        """Combine a buffer of the shared memory into its parts, one per rank, each at its owner."""
+        """Reduce a buffer in shared memory; each rank keeps its own part."""
         tasks = self._tasks_of_exchange(data, [part.size for part in parts], dtype, op)
         return self.channel.submit(data.nbytes, tasks)
 
     def all_gather(
         self, data: Buffer, parts: Sequence[Buffer], segments: Sequence[Segment]
     ) -> Work[None]:
-        """Bring every rank's part of a buffer of the shared memory to all; segments are copied
-        there, and back."""
+        """All-gather a buffer in shared memory; segments are copied there and back."""
         places = [
             (part[segment.start : segment.start + piece.size], piece)
             for segment in segments

@@ -76,7 +76,7 @@ class ControlChannel:
         return decode_tagged(self._where, tagged)
 
     def exchange_if_different(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
-        """As :meth:`exchange`; nothing if all are equal, so that long ones seldom travel."""
+        """As :meth:`exchange`, but an empty list if all are equal: then only digests are sent."""
         digest = hashlib.sha256(payload).digest()
         if len(set(self.exchange(digest, label, purpose))) == 1:
             return []
