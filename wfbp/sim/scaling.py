@@ -65,7 +65,7 @@ ALGORITHMS = (*FLAT, "hierarchical")
 
 
 CHUNK_BYTES = 3 << 19
-"""Chunk of a two-level collective: half a window of ``comm.mpi.transfers.Chunking``."""
+"""Chunk of a two-level collective, half a window of ``comm.mpi.transfers.Chunking``."""
 CONTROL_EXCHANGES = 60
 """Control exchanges from start to the first plan; docs/benchmarks/hosts.md counts 27 to 57."""
 CONTROL_BYTES = 512
