@@ -28,7 +28,7 @@ from wfbp.torch import exchanges, registry, tensors
 from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.forward_profiler import ForwardProfiler
-from wfbp.torch.state_sharding import State, StateSharding, gives_every_rank_a_shard
+from wfbp.torch.state_sharding import State, StateSharding
 from wfbp.torch.updates import Reduced, Update
 
 log = logging.getLogger("wfbp")
@@ -193,7 +193,6 @@ class OptimizerSync:
         kind = type(optimizer)
         self._only_sparse = issubclass(kind, torch.optim.SparseAdam)
         specs = [tensors.spec(n, p) for n, p in named]
-        sharded = sharded and gives_every_rank_a_shard(specs, runtime.size)
         options = replace(options, sharded_update=sharded)
         self.reducer = reducer = Reducer(
             runtime,

@@ -60,6 +60,7 @@ class StateSharding:
         rank = runtime.rank
         self._parts = [slice(sum(c[:rank]), sum(c[: rank + 1])) for c in self._counts]
         self._shards: dict[int, torch.Tensor] = {}
+        self._mark = torch.empty(0)
         self._version = 0
         self._entries: State = {}
         self._store = runtime.open_store()
@@ -127,6 +128,7 @@ class StateSharding:
 
     def follow(self, sharded: Sequence[int]) -> None:
         """Shard these parameters and no others; a collective, with the same ones on every rank."""
+        self.withdraw_mark()
         target = set(sharded)
         self._join(sorted(self._shards.keys() - target))
         for index in sorted(target - self._shards.keys()):
@@ -134,11 +136,19 @@ class StateSharding:
 
     def forget(self) -> None:
         """The state is whole again, because another one was loaded."""
+        self.withdraw_mark()
         self._shards.clear()
+
+    def withdraw_mark(self) -> None:
+        """An update begins: the optimizer finds no state that is not its own."""
+        self._state.pop(self._mark, None)
 
     def publish(self) -> None:
         """An update is complete: until the next one other ranks may fetch what it made."""
         self._version += 1
+        if self._shards and not self.lies_in(self._state):
+            # So that this rank, too, can tell whether the program empties the state.
+            self._state[self._mark] = {}
         # Shallow copies: the program may empty the state before another rank has asked.
         self._entries = entries = dict(self._state) if self._shards else {}
         shards = dict(self._shards)
@@ -146,7 +156,8 @@ class StateSharding:
 
     def whole_state(self) -> State:
         """The state as it would be without shards, by parameter; any rank may ask, alone."""
-        state = {key: value for key, value in self._state.items() if key not in self._keys()}
+        keys = {self._mark, *self._shards.values()}
+        state = {key: value for key, value in self._state.items() if key not in keys}
         fetched = {} if self._was_emptied() else self._fetch(sorted(self._shards))
         # In the parameters' order, as every optimizer fills its state.
         for index, param in enumerate(self._params):
@@ -163,15 +174,12 @@ class StateSharding:
             self.forget()
 
     def lies_in(self, state: State) -> bool:
-        """Whether there is state of any shard among this."""
-        return any(shard in state for shard in self._shards.values())
+        """Whether there is state of any shard among this, or what stands for it."""
+        return any(key in state for key in (*self._shards.values(), self._mark))
 
     def _was_emptied(self) -> bool:
         """Whether the program has emptied the state since the last update, as on all ranks."""
-        if not self._state:
-            return bool(self._entries)
-        keys = self._keys()
-        return bool(keys & self._entries.keys()) and not keys & self._state.keys()
+        return self.lies_in(self._entries) and not self.lies_in(self._state)
 
     def _fetch(self, indices: Sequence[int]) -> dict[int, dict[Any, Any]]:
         """The whole state of sharded parameters, in new tensors; not a collective."""
@@ -226,9 +234,6 @@ class StateSharding:
                     tensors.flat(whole[index][key])[start : start + len(part)].copy_(part)
         return whole
 
-    def _keys(self) -> set[torch.Tensor]:
-        return set(self._shards.values())
-
     def _split(self, index: int) -> None:
         param = self._params[index]
         shard = self._place(torch.empty(0, dtype=param.dtype, device=param.device), index)
@@ -282,14 +287,6 @@ def _collect(
                 outline[key] = value.dtype
                 parts.append(tensors.raw(tensors.on_host(value)))
     return outlines, parts
-
-
-def gives_every_rank_a_shard(specs: Sequence[TensorSpec], size: int) -> bool:
-    """Whether every rank has elements of some tensor; only the smallest models lack that.
-
-    A rank that holds no state cannot tell that a program has emptied it, and saves nothing.
-    """
-    return any(_counts(spec, size)[-1] for spec in specs)
 
 
 def _shown(kinds: dict[Any, torch.dtype]) -> str:

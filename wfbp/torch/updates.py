@@ -97,6 +97,7 @@ class Update:
         if self._reducer.decoupled:
             self.flush()
         if self.sharding is not None:
+            self.sharding.withdraw_mark()
             self._follow(self.sharding)
             try:
                 if self.sharding:

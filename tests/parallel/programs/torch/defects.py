@@ -947,6 +947,41 @@ def state_of_shape_one() -> None:
 
 
 @check
+def state_emptied_where_a_rank_has_none() -> None:
+    """A rank without state of any shard, too, sees that the program has emptied its state."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.few = nn.Parameter(torch.ones(2, dtype=torch.float64))
+            self.many = nn.Parameter(torch.ones(17 * wfbp.size(), dtype=torch.float64))
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        (model.few * data(step, rank, 2)).sum().backward()
+
+    class Visiting(CountsInAVector):
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            assert all("sum" in entry for entry in self.state.values()), self.state
+            return result
+
+    for sharding, kind in ((None, torch.optim.Adam), (True, Visiting)):
+        _, optimizer = check_training(
+            Two(), backward, kind, steps=STEPS, optimizer_sharding=sharding, threshold_bytes=1
+        )
+        saved = optimizer.state_dict()
+        assert list(saved["state"]) == [0], saved
+        optimizer.state = copy.copy(optimizer.state)
+        assert list(optimizer.state_dict()["state"]) == [0]
+        optimizer.state.clear()
+        assert optimizer.state_dict()["state"] == {}
+        optimizer.load_state_dict(saved)
+        assert list(optimizer.state_dict()["state"]) == [0]
+        for key, value in optimizer.state_dict()["state"][0].items():
+            same(value, saved["state"][0][key].to(value.dtype), key)
+
+
+@check
 def gradients_of_another_type() -> None:
     """Row 20: ``grad_dtype`` of PyTorch 2.10 and later is honored, or refused at wrapping."""
     if not hasattr(torch.Tensor, "grad_dtype"):
