@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from wfbp.comm.arrays import Buffer
@@ -86,8 +87,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> Buffer:
-    """The bytes of a contiguous tensor, shared, as uint8."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    """The bytes of a contiguous tensor on the host, shared, as uint8."""
+    if not tensor.numel():
+        return np.empty(0, np.uint8)
+    # Not by Tensor.numpy(), after which the tensor's memory can no longer be resized; FSDP does.
+    return np.asarray(_Exported("array", tensor.data_ptr(), tensor.nbytes, tensor))
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,16 +100,12 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Exported:
-    """Memory of a device, as PyTorch takes it over without copying."""
+    """Memory as NumPy (``array``) or PyTorch (``cuda_array``) takes it over without copying."""
 
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+    def __init__(self, kind: str, address: int, nbytes: int, owner: object) -> None:
         self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
+        facts = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        setattr(self, f"__{kind}_interface__", facts)
 
 
 def shared(data: Any) -> torch.Tensor:
@@ -114,7 +114,7 @@ def shared(data: Any) -> torch.Tensor:
         return torch.from_numpy(data)
     if not data.nbytes:
         return torch.empty(0, dtype=torch.uint8, device=f"cuda:{data.device.id}")
-    exported = _Exported(int(data.data.ptr), data.nbytes, data)
+    exported = _Exported("cuda_array", int(data.data.ptr), data.nbytes, data)
     return torch.as_tensor(exported, device=f"cuda:{data.device.id}")
 
 

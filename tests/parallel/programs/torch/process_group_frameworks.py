@@ -165,6 +165,19 @@ def fsdp2(rank: int, size: int) -> None:
 
 
 @grouped
+def fsdp1(rank: int, size: int) -> None:
+    """It frees what was gathered by resizing the memory of the tensor."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def wrap(model: Model) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+    model, _ = train(rank, wrap)
+    with FullyShardedDataParallel.summon_full_params(model):
+        close(model, reference(size))
+
+
+@grouped
 def zero_redundancy_optimizer(rank: int, size: int) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
