@@ -11,6 +11,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -92,3 +93,14 @@ def uncompiled(function: F) -> F:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+K = TypeVar("K", bound=type)
+
+
+def uncompiled_methods(kind: K) -> K:
+    """Decorator: as :func:`uncompiled`, for what a class defines itself."""
+    for value in vars(kind).values():
+        if isinstance(value, FunctionType):
+            uncompiled(value)
+    return kind

@@ -18,6 +18,7 @@ from wfbp.comm.backend import Finished, Work
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.errors import PeerError, StallError
 from wfbp.runtime.runtime import Runtime
+from wfbp.torch.compiling import uncompiled_methods
 from wfbp.torch.distributed.lane import GroupLane
 from wfbp.torch.distributed.messages import Receipt
 from wfbp.torch.distributed.operations import FORMS, Form, GroupOperation
@@ -294,6 +295,7 @@ def _method(name: str, form: Form) -> Callable[..., Any]:
 
 for _name, _form in FORMS.items():
     setattr(ProcessGroup, _name, _method(_name, _form))
+uncompiled_methods(ProcessGroup)
 
 
 def _device(tensors: Any) -> torch.device:

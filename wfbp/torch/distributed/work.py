@@ -14,6 +14,7 @@ from torch.distributed import Work as TorchWork
 
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.thread import CommunicationThread
+from wfbp.torch.compiling import uncompiled_methods
 
 _callbacks = ThreadPoolExecutor(32, thread_name_prefix="wfbp-callbacks")
 """Runs the callbacks of futures."""
@@ -34,6 +35,7 @@ class _Completion(Reply[None]):
         return self._results[0][1] if self._results else None
 
 
+@uncompiled_methods
 class GroupWork(TorchWork):
     """One operation or several, perhaps as part of a whole; any thread may wait for it.
 

@@ -110,6 +110,24 @@ def ddp(rank: int, size: int) -> None:
 
 
 @grouped
+def ddp_compiled(rank: int, size: int) -> None:
+    """Dynamo compiles what DDP does around the model, and comes to the group's methods."""
+
+    class Buffered(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("known", torch.zeros(1))  # DDP broadcasts it in each forward
+
+    def wrap(model: Model) -> nn.Module:
+        own = Buffered()
+        own.load_state_dict(model.state_dict(), strict=False)
+        return torch.compile(DistributedDataParallel(own), backend="eager")  # type: ignore[return-value]
+
+    model, _ = train(rank, wrap)
+    close(model, reference(size))
+
+
+@grouped
 def ddp_communication_hooks(rank: int, size: int) -> None:
     wanted = reference(size)
 
