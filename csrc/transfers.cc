@@ -79,6 +79,25 @@ wfbp::Piece piece_of(const py::handle item, std::size_t item_bytes) {
   return piece;
 }
 
+// The first number of each buffer, once they are valid.
+std::vector<wfbp::Watch> watches_of(const py::sequence& items) {
+  std::vector<wfbp::Watch> watches;
+  watches.reserve(items.size());
+  for (const py::handle item : items) {
+    const auto watch = py::cast<py::tuple>(item);
+    if (watch.size() != 3) throw py::value_error("a watch is (flags, least, any)");
+    watches.push_back({{}, py::cast<std::int64_t>(watch[1]), py::cast<bool>(watch[2])});
+    for (const py::handle flag : py::cast<py::sequence>(watch[0])) {
+      const py::buffer_info found = py::cast<py::buffer>(flag).request();
+      if (!found.item_type_is_equivalent_to<std::int64_t>() || found.size < 1) {
+        throw py::value_error("a flag must be a buffer of int64");
+      }
+      watches.back().flags.push_back(static_cast<const std::int64_t*>(found.ptr));
+    }
+  }
+  return watches;
+}
+
 std::unique_ptr<wfbp::Transfers> make_transfers(std::size_t handle_bytes,
                                                 const wfbp::MpiAddresses& mpi) {
   if (mpi.error_at + sizeof(int) > mpi.status_bytes) {
@@ -131,8 +150,9 @@ std::size_t progress(Face& self) {
   return freely(self, [&] { return self.transfers->progress(); });
 }
 
-std::size_t rest(Face& self, double nap_s, double most_s) {
-  return freely(self, [&] { return self.transfers->rest(nap_s, most_s); });
+std::size_t rest(Face& self, double nap_s, double most_s, const py::sequence& watches) {
+  const std::vector<wfbp::Watch> all = watches_of(watches);
+  return freely(self, [&] { return self.transfers->rest(nap_s, most_s, all); });
 }
 
 }  // namespace
@@ -159,5 +179,10 @@ void wfbp::bind_transfers(py::module_& module) {
            py::arg("divisor") = 1.0, py::arg("pieces") = py::tuple())
       .def("progress", &progress)
       .def_property_readonly("num_over", [](const Face& self) { return self.transfers->num_over(); })
-      .def("rest", &rest, py::arg("nap_s"), py::arg("most_s"));
+      .def("rest", &rest, py::arg("nap_s"), py::arg("most_s"), py::arg("watches") = py::tuple());
+
+  module.def(
+      "any_reached",
+      [](const py::sequence& watches) { return any_reached(watches_of(watches)); },
+      py::arg("watches"));
 }

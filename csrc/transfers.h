@@ -5,6 +5,7 @@
 // the transfer is done or, after an error, as long as the process lives.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -47,6 +48,24 @@ struct Transfer {
   bool done = false;
 };
 
+// Numbers in memory that other processes count up: until all of them, or any, are large enough.
+struct Watch {
+  std::vector<const std::int64_t*> flags;
+  std::int64_t least;
+  bool any;
+
+  bool reached() const {
+    for (const std::int64_t* flag : flags) {
+      if ((__atomic_load_n(flag, __ATOMIC_ACQUIRE) >= least) == any) return any;
+    }
+    return !any;
+  }
+};
+
+inline bool any_reached(const std::vector<Watch>& watches) {
+  return std::any_of(watches.begin(), watches.end(), [](const Watch& w) { return w.reached(); });
+}
+
 class Transfers {
  public:
   virtual ~Transfers() = default;
@@ -60,9 +79,9 @@ class Transfers {
   // Test all messages, and go on with transfers whose stage is over; how many have ended.
   virtual std::size_t progress() = 0;
 
-  // Sleep and test in turn, until a transfer is over or the time is up; how many messages have
-  // ended. Looks every `nap_s` seconds, for at most `most_s`.
-  virtual std::size_t rest(double nap_s, double most_s) = 0;
+  // Sleep and test in turn, until a transfer is over, a watch is reached or the time is up; how
+  // many messages have ended. Looks every `nap_s` seconds, for at most `most_s`.
+  virtual std::size_t rest(double nap_s, double most_s, const std::vector<Watch>& watches) = 0;
 
   virtual bool idle() const = 0;
 
@@ -105,7 +124,7 @@ class TransfersOf final : public Transfers {
     return ended;
   }
 
-  std::size_t rest(double nap_s, double most_s) override {
+  std::size_t rest(double nap_s, double most_s, const std::vector<Watch>& watches) override {
     using clock = std::chrono::steady_clock;
     const std::chrono::duration<double> nap(nap_s);
     const clock::time_point end =
@@ -116,7 +135,8 @@ class TransfersOf final : public Transfers {
     do {
       std::this_thread::sleep_for(nap);
       ended += progress();
-    } while (num_over_ == over && !requests_.empty() && clock::now() < end);
+    } while (num_over_ == over && !(requests_.empty() && watches.empty()) &&
+             !any_reached(watches) && clock::now() < end);
     return ended;
   }
 

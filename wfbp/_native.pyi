@@ -82,6 +82,10 @@ def reduce_shards(
     rounded towards zero. ``out`` is the memory of one shard, or overlaps none.
     """
 
+def any_reached(watches: Sequence[tuple[Sequence[memoryview], int, bool]]) -> bool:
+    """Whether any watch is reached: ``(flags, least, any)``, where the first number of all flags
+    (int64), or of any, is at least ``least``."""
+
 class Transfer:
     """Some messages, perhaps a reduction of what has arrived, and perhaps more messages."""
 
@@ -138,9 +142,15 @@ class Transfers:
     def progress(self) -> int:
         """Move all transfers on, without blocking; how many messages have ended."""
 
-    def rest(self, nap_s: float, most_s: float) -> int:
-        """Sleep, moving all transfers on every ``nap_s`` seconds, until one is over or ``most_s``
-        have passed; how many messages have ended."""
+    def rest(
+        self,
+        nap_s: float,
+        most_s: float,
+        watches: Sequence[tuple[Sequence[memoryview], int, bool]] = (),
+    ) -> int:
+        """Sleep, moving all transfers on every ``nap_s`` seconds, until one is over, a watch is
+        reached (see :func:`any_reached`) or ``most_s`` have passed; how many messages have ended.
+        """
 
     @property
     def num_over(self) -> int:

@@ -140,6 +140,42 @@ def test_other_threads_run_during_a_rest(mpi: FakeMpi) -> None:
     thread.join()
 
 
+def test_a_watch_is_of_all_flags_or_of_any() -> None:
+    flags = np.int64([5, 7])
+    views = [memoryview(flags[k : k + 1]) for k in range(2)]
+    for least, any_of, wanted in (
+        (5, False, True),
+        (6, False, False),
+        (6, True, True),
+        (8, True, False),
+    ):
+        assert native.any_reached([(views, least, any_of)]) is wanted, (least, any_of)
+    assert not native.any_reached([((), 0, True)])
+    assert native.any_reached([((), 0, False)])
+    assert not native.any_reached([])
+    assert native.any_reached([(views, 9, True), (views[1:], 7, False)])
+    for wrong in (memoryview(np.int32([1])), memoryview(np.int64([]))):
+        with pytest.raises(ValueError, match="a flag must be"):
+            native.any_reached([([wrong], 0, True)])
+
+
+def test_a_rest_ends_when_a_watch_is_reached(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    flag = np.zeros(1, np.int64)
+    watch = [memoryview(flag)], 3, False
+    assert transfers.rest(nap_s=1e-4, most_s=0.01, watches=[watch]) == 0
+    transfers.begin(mpi.comm, 0, [(np.zeros(4, np.uint8), 1, True)])
+
+    def count_up() -> None:
+        flag[0] = 3
+
+    thread = threading.Timer(0.01, count_up)
+    thread.start()
+    assert transfers.rest(nap_s=1e-3, most_s=60.0, watches=[watch]) == 0
+    assert flag[0] == 3
+    thread.join()
+
+
 def test_a_reduction_without_messages_is_done_at_once(mpi: FakeMpi) -> None:
     transfers = native.Transfers(**mpi.told)
     own, out = np.float64([1.0, 2.0]), np.zeros(2)

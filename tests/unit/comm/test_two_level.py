@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -55,7 +57,10 @@ def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
     chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
     # A rank's works move on together; then each in turn, as often as anything could take.
     for r in [*chance.integers(size, size=200), *list(range(size)) * 100]:
+        progress_group = channels[r][1].group
+        waits, moves = not progress_group.may_progress(), progress_group.moves
         works[r][-1].test()
+        assert not waits or progress_group.moves == moves, "it said that it had to wait"
     for r in range(size):
         assert all(work.test() for work in works[r])
         for pieces, want in zip(results[r], wanted, strict=True):
@@ -83,6 +88,29 @@ def ready(size: int, numel: int) -> tuple[list[SharedMemory], list[Buffer], list
         works.append(line.submit(buffer.nbytes, tasks))
         buffers.append(buffer)
     return memories, buffers, works
+
+
+def test_who_rests_wakes_when_the_other_rank_is_ready() -> None:
+    memories = connected(2)
+    buffers = [memory.zeros(4 << 10).view(np.int32) for memory in memories]
+    lines = [channel(memory, rank, 2) for rank, memory in enumerate(memories)]
+
+    def begin(rank: int) -> MpiWork[None]:
+        levels, line = lines[rank]
+        return line.submit(4 << 10, levels.tasks_of_reduction(buffers[rank], [], "int32", Op.SUM))
+
+    first, one = begin(0), lines[0][1].group
+    assert not first.test()
+    begun_s = time.monotonic()
+    assert one.rest(1e-4, 0.05)
+    assert time.monotonic() - begun_s >= 0.05, "nothing has happened"
+    timer = threading.Timer(0.05, lambda: begin(1))
+    timer.start()
+    begun_s = time.monotonic()
+    assert one.rest(1e-4, 60.0)
+    assert time.monotonic() - begun_s < 30.0
+    assert one.may_progress()
+    timer.join()
 
 
 def go_on(works: list[MpiWork[None]]) -> None:

@@ -122,7 +122,8 @@ class MpiBackend(HostBackend):
         return self._group.may_progress()
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        return self._apart and self._group.rest(nap_s, most_s)
+        # Within one host a blocked thread spins: the other ranks are never far.
+        return (self._apart or self.on_two_levels) and self._group.rest(nap_s, most_s)
 
     def zeros(self, nbytes: int) -> Buffer:
         return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)

@@ -21,7 +21,7 @@ import numpy as np
 from wfbp.comm.arrays import Buffer, combine, split, typed
 from wfbp.comm.backend import Finished, Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task
+from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task, Watch
 from wfbp.comm.mpi.two_level import READY, REDUCED, TAKEN, WAITING, Followed, SharedFlags
 from wfbp.core.types import Op
 
@@ -144,11 +144,11 @@ class _StagedTask(Task):
             self._slot = None
         return done
 
-    def may_progress(self) -> bool:
-        flags = self._shared.flags
+    def awaited(self) -> Watch | None:
         if self._phase in (WAITING, REDUCED):
-            return True
-        return all(flags.reached(peer, self._number, self._phase) for peer in flags.peers)
+            return None
+        flags = self._shared.flags
+        return flags.watch(flags.peers, self._number, self._phase)
 
     def abandon(self) -> None:
         if self._slot is not None:

@@ -6,7 +6,7 @@ of the MPI library; everything later is point-to-point, with the task's tag.
 
 Most tasks are *transfers* of the C++ extension (``csrc/transfers.h``): messages, an optional
 reduction, more messages. One call advances all of them without the interpreter, so a training
-thread that holds the interpreter neither waits nor is delayed. Other tasks are polled in Python.
+thread that holds the interpreter neither waits nor is delayed. Other tasks advance in Python.
 
 Threads: the channels of a backend and its duplicates share one :class:`ProgressGroup`, which one
 thread at a time may use.
@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,18 @@ NUM_TAGS = 1 << 14
 
 Message = tuple[Buffer, int, bool]
 """Contiguous memory, the other rank, and whether the message arrives."""
+
+
+class Watch(NamedTuple):
+    """Flags in shared memory, as memoryviews of int64, of which all or any must be ``least``."""
+
+    flags: Sequence[memoryview]
+    least: int
+    any_of: bool
+
+
+MESSAGES = Watch((), 0, any_of=True)
+"""Never reached: the task waits for messages only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +90,9 @@ class Task(ABC):
         """Make progress without blocking; True once complete, and then not called again."""
         raise NotImplementedError
 
-    def may_progress(self) -> bool:
-        """Whether :meth:`step` would find progress."""
-        return True
+    def awaited(self) -> Watch | None:
+        """What :meth:`step` waits for, beside messages; None if it may find progress already."""
+        return None
 
 
 class ProgressGroup:
@@ -117,28 +129,39 @@ class ProgressGroup:
             return True
         try:
             self.moves += self.transfers.progress()
-            if self.transfers.num_over != self._num_over:
-                return True
-            return self.num_polled > 0 and any(
-                task.transfer is None and task.may_progress()
-                for channel in self.channels
-                for task in channel.active
-            )
+            watches = self._watches()
+            over = self.transfers.num_over != self._num_over
+            return over or watches is None or native.any_reached(watches)
         except Exception as error:
             self.fail(error)
             return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until a transfer is over, testing every ``nap_s`` seconds, for at most ``most_s``;
-        False, without sleeping, unless only transfers are under way."""
+        """Sleep until a task may go on, testing every ``nap_s`` seconds, for at most ``most_s``;
+        False, without sleeping, if one may already, or none is under way."""
         active = any(channel.active for channel in self.channels)
-        if self.failure is not None or self.num_polled or not active:
+        if self.failure is not None or not active:
             return False
         try:
-            self.moves += self.transfers.rest(nap_s, most_s)
+            watches = self._watches()
+            if watches is None:
+                return False
+            self.moves += self.transfers.rest(nap_s, most_s, watches)
         except Exception as error:
             self.fail(error)
         return True
+
+    def _watches(self) -> list[Watch] | None:
+        """What tasks wait for that advance in Python; None if one may go on."""
+        watches: list[Watch] = []
+        if self.num_polled:
+            for channel in self.channels:
+                for task in channel.active:
+                    if task.transfer is None:
+                        if (watch := task.awaited()) is None:
+                            return None
+                        watches.append(watch)
+        return watches
 
     def give_up(self) -> None:
         """Stop waiting for messages under way; their memory is never freed."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from wfbp.comm.arrays import HALF, Buffer, blocks, reduction, split, typed
 from wfbp.comm.backend import Segment, Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
-from wfbp.comm.mpi.transfers import Channel, Message, Task, chunks
+from wfbp.comm.mpi.transfers import MESSAGES, Channel, Message, Task, Watch, chunks
 from wfbp.core.types import Op
 from wfbp.native import copy, reduce_shards
 
@@ -56,7 +56,7 @@ class SharedFlags:
         self.peers = [(rank + step) % len(places) for step in range(1, len(places))]
         # Items of memoryviews are read in half the time of those of arrays.
         starts = [(at, (number + 1) * _FLAG_SET_BYTES) for at, number in places]
-        self._words = memory.views(starts, _FLAG_SET_BYTES)
+        self._words: list[Any] = memory.views(starts, _FLAG_SET_BYTES)
         self._words[:] = [memoryview(view.view(np.int64)) for view in self._words]  # type: ignore
         self._num_tasks = 0
 
@@ -90,6 +90,12 @@ class SharedFlags:
         """Whether a rank has reached a phase of a task."""
         reached: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS]
         return reached >= task * _PHASES + phase
+
+    def watch(self, ranks: Sequence[int], task: int, phase: int, any_of: bool = False) -> Watch:
+        """Is reached once all of these ranks, or any, have reached a phase of a task."""
+        row = task % _NUM_ROWS * _ROW_WORDS
+        flags = [self._words[rank][row : row + 1] for rank in ranks]
+        return Watch(flags, task * _PHASES + phase, any_of)
 
     def note(self, rank: int, task: int) -> int:
         """The note of a rank; valid once it is READY."""
@@ -169,16 +175,15 @@ class TwoLevelTask(Task):
             return False
         return all(flags.reached(peer, number, TAKEN) for peer in flags.peers)
 
-    def may_progress(self) -> bool:
-        if self._phase == WAITING:
-            return True
-        if self._phase != REDUCED and self._sent is not None and not self._sent.done:
-            return False
-        if self._phase == READY and (self._is_combined or not self._reduces):
-            return True
-        peers = self._missing if self._phase == REDUCED else self._flags.peers
-        reached = (self._flags.reached(peer, self._number, self._phase) for peer in peers)
-        return any(reached) if self._phase == REDUCED else all(reached)
+    def awaited(self) -> Watch | None:
+        flags, phase = self._flags, self._phase
+        if phase == REDUCED:
+            return flags.watch(self._missing, self._number, phase, any_of=True)
+        if self._sent is not None and not self._sent.done:
+            return MESSAGES
+        if phase == WAITING or (phase == READY and (self._is_combined or not self._reduces)):
+            return None
+        return flags.watch(flags.peers, self._number, phase)
 
     def _publish(self) -> bool:
         if self._flags.begin(self._number, self._memory.offset(self._chunk)):
