@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,68 @@ def dtensor(rank: int, size: int) -> None:
         assert product.redistribute(mesh, [Shard(1)]).full_tensor().equal(left @ right)
         product.sum().backward()
         assert a.grad.full_tensor().equal((right.sum(1)).expand(6, 4))
+
+
+@grouped
+def tensor_parallel(rank: int, size: int) -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 2 * size), nn.ReLU(), nn.Linear(2 * size, 3))
+    plain = copy.deepcopy(model)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (size,)), plan)
+    found, wanted = model(batch(0, 0)), plain(batch(0, 0))
+    torch.testing.assert_close(found, wanted)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+
+
+@grouped
+def pipelines(rank: int, size: int) -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    torch.manual_seed(3)
+    whole = nn.Sequential(*[nn.Linear(6, 6) for _ in range(size)])
+    given = torch.cat([batch(0, step) for step in range(size)])
+    target = torch.ones_like(given)
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        part = copy.deepcopy(whole[rank])
+        stage = PipelineStage(part, rank, size, torch.device("cpu"))
+        runs = schedule(stage, n_microbatches=size, loss_fn=nn.functional.mse_loss)
+        runs.step(*[given][: rank == 0], target=target if rank == size - 1 else None)
+        whole.zero_grad()
+        nn.functional.mse_loss(whole(given), target).backward()
+        for parameter, other in zip(part.parameters(), whole[rank].parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@grouped
+def collectives_in_backward(rank: int, size: int) -> None:
+    from torch.distributed.nn import functional
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # other functions are recommended now
+        mine = torch.full((size, 2), float(rank + 1), requires_grad=True)
+        functional.all_reduce(mine).mul(rank + 2).sum().backward()
+        everyone = sum(r + 2.0 for r in range(size))
+        assert mine.grad.unique().tolist() == [everyone]
+        mine.grad = None
+        torch.cat(functional.all_gather(mine)).mul(rank + 2).sum().backward()
+        assert mine.grad.unique().tolist() == [everyone]
+        mine.grad = None
+        arrived = functional.all_to_all_single(torch.empty(size, 2), mine)
+        assert arrived[:, 0].tolist() == [r + 1.0 for r in range(size)]
+        arrived.mul(rank + 2).sum().backward()
+        assert mine.grad[:, 0].tolist() == [r + 2.0 for r in range(size)]
 
 
 @grouped
