@@ -93,7 +93,6 @@ class MpiBackend(HostBackend):
         if self.size == mpi.COMM_WORLD.size:  # every rank is here, and has mapped all segments
             unlink_segments(mpi)
         self._who = f"rank {self.rank} of {self.size}"
-        self._apart = self._topology.one_rank_per_host
         self.local_rank = self._topology.local_rank
         self.local_size = self._topology.local_size
         self.library = mpi.Get_library_version().strip("\0").splitlines()[0].strip()
@@ -105,6 +104,7 @@ class MpiBackend(HostBackend):
         self._channel = Channel(self._group, chunking, mpi, self._comm)
         self._staging: Staging | None = None
         self._levels = TwoLevel.of(self._memory, self._channel, self._topology)
+        self._may_rest = self.progresses_alone or self.on_two_levels  # elsewhere naps are too long
 
     @property
     def activity(self) -> int:
@@ -112,7 +112,7 @@ class MpiBackend(HostBackend):
 
     @property
     def progresses_alone(self) -> bool:
-        return self._apart
+        return self._topology.one_rank_per_host
 
     @property
     def on_two_levels(self) -> bool:
@@ -122,8 +122,7 @@ class MpiBackend(HostBackend):
         return self._group.may_progress()
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        # Within one host a blocked thread spins: the other ranks are never far.
-        return (self._apart or self.on_two_levels) and self._group.rest(nap_s, most_s)
+        return self._may_rest and self._group.rest(nap_s, most_s)
 
     def zeros(self, nbytes: int) -> Buffer:
         return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,18 +39,8 @@ NUM_TAGS = 1 << 14
 
 Message = tuple[Buffer, int, bool]
 """Contiguous memory, the other rank, and whether the message arrives."""
-
-
-class Watch(NamedTuple):
-    """Flags in shared memory, as memoryviews of int64, of which all or any must be ``least``."""
-
-    flags: Sequence[memoryview]
-    least: int
-    any_of: bool
-
-
-MESSAGES = Watch((), 0, any_of=True)
-"""Never reached: the task waits for messages only."""
+Watch = tuple[Sequence[memoryview], int, bool]
+"""Flags (int64), and what they, or any of them, must reach; see ``native.any_reached``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +127,9 @@ class ProgressGroup:
             return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until a task may go on, testing every ``nap_s`` seconds, for at most ``most_s``;
-        False, without sleeping, if one may already, or none is under way."""
-        active = any(channel.active for channel in self.channels)
-        if self.failure is not None or not active:
+        """Sleep until a task may go on, at most ``most_s``; False, without sleeping, if none waits
+        or one need not."""
+        if self.failure is not None or not any(channel.active for channel in self.channels):
             return False
         try:
             watches = self._watches()
@@ -153,15 +142,9 @@ class ProgressGroup:
 
     def _watches(self) -> list[Watch] | None:
         """What tasks wait for that advance in Python; None if one may go on."""
-        watches: list[Watch] = []
-        if self.num_polled:
-            for channel in self.channels:
-                for task in channel.active:
-                    if task.transfer is None:
-                        if (watch := task.awaited()) is None:
-                            return None
-                        watches.append(watch)
-        return watches
+        polled = [t for channel in self.channels for t in channel.active if t.transfer is None]
+        watches = [watch for task in polled if (watch := task.awaited()) is not None]
+        return watches if len(watches) == len(polled) else None
 
     def give_up(self) -> None:
         """Stop waiting for messages under way; their memory is never freed."""

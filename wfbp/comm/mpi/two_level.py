@@ -26,7 +26,7 @@ from wfbp.comm.arrays import HALF, Buffer, blocks, reduction, split, typed
 from wfbp.comm.backend import Segment, Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
-from wfbp.comm.mpi.transfers import MESSAGES, Channel, Message, Task, Watch, chunks
+from wfbp.comm.mpi.transfers import Channel, Message, Task, Watch, chunks
 from wfbp.core.types import Op
 from wfbp.native import copy, reduce_shards
 
@@ -95,7 +95,7 @@ class SharedFlags:
         """Is reached once all of these ranks, or any, have reached a phase of a task."""
         row = task % _NUM_ROWS * _ROW_WORDS
         flags = [self._words[rank][row : row + 1] for rank in ranks]
-        return Watch(flags, task * _PHASES + phase, any_of)
+        return flags, task * _PHASES + phase, any_of
 
     def note(self, rank: int, task: int) -> int:
         """The note of a rank; valid once it is READY."""
@@ -180,7 +180,7 @@ class TwoLevelTask(Task):
         if phase == REDUCED:
             return flags.watch(self._missing, self._number, phase, any_of=True)
         if self._sent is not None and not self._sent.done:
-            return MESSAGES
+            return (), 0, True  # for messages alone: never reached
         if phase == WAITING or (phase == READY and (self._is_combined or not self._reduces)):
             return None
         return flags.watch(flags.peers, self._number, phase)
