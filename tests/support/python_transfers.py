@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.native import reduce_shards
+from wfbp.native import any_reached, reduce_shards
 
 Array = npt.NDArray[Any]
 Message = tuple[Array, int, bool]
@@ -55,15 +55,15 @@ class PythonTransfers:
     def progress(self) -> int:
         return sum(self._move(transfer) for transfer in [*self._under_way])
 
-    def rest(self, nap_s: float, most_s: float) -> int:
+    def rest(self, nap_s: float, most_s: float, watches: Sequence[Any] = ()) -> int:
         end_s = time.perf_counter() + most_s
         before = self.num_over
         ended = 0
         while True:
             time.sleep(nap_s)
             ended += self.progress()
-            over = self.num_over > before or not self._under_way
-            if over or time.perf_counter() >= end_s:
+            over = self.num_over > before or not (self._under_way or watches)
+            if over or any_reached(watches) or time.perf_counter() >= end_s:
                 return ended
 
     def _add(self, transfer: PythonTransfer) -> PythonTransfer:
