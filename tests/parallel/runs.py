@@ -85,15 +85,20 @@ class Job(NamedTuple):
         found = outcome(
             self.program, self.ranks, self.mode, *names, *self.last, mpi=self.mpi, timeout=JOB_S
         )
+        problems = []
         for rank, results in enumerate(found.ranks):
             assert results is not None, found.run
             assert name in results, found.run
-            assert not results[name], f"rank {rank}: {results[name]}"
+            problems += [f"rank {rank}: {results[name]}"] if results[name] else []
+        before, failed, _ = found.run.stderr.partition(f"{name} failed")
+        last = before.splitlines()[-_LINES_SHOWN:] if failed else []  # such as who waited for whom
+        assert not problems, "\n".join([*last, *problems])
         assert found.run.rc == 0, found.run
 
 
 JOB_S = 380.0
 """A job may take so long."""
+_LINES_SHOWN = 20
 
 selected: defaultdict[Job, set[str]] = defaultdict(set)
 """The checks of which this session has tests."""

@@ -42,9 +42,7 @@ class ForwardProfiler:
 
     def stop(self) -> None:
         """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self.watching = [], False
+        self._unhook()
         modules = [module for ref in self._outermost.values() if (module := ref()) is not None]
         if modules:
             model = max(modules, key=lambda m: sum(id(p) in self._index for p in m.parameters()))
@@ -55,7 +53,20 @@ class ForwardProfiler:
         self._outermost.clear()
         self._depth = 0
 
+    def abandon(self) -> None:
+        """Stop watching from the next forward on."""
+        # The garbage collector calls this, perhaps while a module iterates over all hooks.
+        self.watching = False
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.watching = [], False
+
     def _before(self, module: torch.nn.Module, inputs: Any) -> None:
+        if not self.watching:
+            self._unhook()
+            return
         if self._depth == 0 and id(module) not in self._outermost:
             self._outermost[id(module)] = weakref.ref(module)
         self._depth += 1

@@ -245,7 +245,7 @@ class OptimizerSync:
         for index, param in enumerate(params):
             if param.requires_grad:
                 self._hook(index)
-        weakref.finalize(self, _remove, self._hooks, reducer, self._forward)
+        weakref.finalize(self, _remove, self._hooks, reducer, self._forward.abandon)
         self._key = registry.add(self)
 
     @property
@@ -628,7 +628,7 @@ class OptimizerSync:
         self.update.flush()
         self.update.pending.release()
         self.successor = shared
-        _remove(self._hooks, self.reducer, self._forward)
+        _remove(self._hooks, self.reducer, self._forward.stop)
 
     def leave_buffers(self) -> None:
         """Copy ``p.grad`` out of the reducer's memory, which ``shutdown()`` frees."""
@@ -641,7 +641,7 @@ class OptimizerSync:
         """Let the parameters go, because the runtime ends; they are up to date."""
         self.update.pending.release()
         self.leave_buffers()
-        _remove(self._hooks, self.reducer, self._forward)
+        _remove(self._hooks, self.reducer, self._forward.stop)
         registry.remove(self._key)
 
 
@@ -665,8 +665,8 @@ def _fetcher(this: weakref.ref[OptimizerSync]) -> Callable[[int], GradientRef | 
     return fetch
 
 
-def _remove(hooks: dict[int, Any], reducer: Reducer, forward: ForwardProfiler) -> None:
-    forward.stop()
+def _remove(hooks: dict[int, Any], reducer: Reducer, unwatch: Callable[[], None]) -> None:
+    unwatch()
     for handle in hooks.values():
         handle.remove()
     hooks.clear()

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from wfbp.torch.forward_profiler import ForwardProfiler
 
@@ -59,6 +60,21 @@ def test_a_forward_that_raises_is_left() -> None:
     assert profiler._depth == 0
     profiler.stop()
     assert engine.model == "Net"
+
+
+def test_hooks_of_all_modules_stay_as_they_are_while_memory_is_collected() -> None:
+    """A module may be about to call them."""
+    net, engine = Net(), Engine()
+    profiler = ForwardProfiler(engine, list(net.parameters()))  # type: ignore[arg-type]
+    profiler.follow()
+    hooks = dict(_global_forward_pre_hooks)
+    assert hooks
+    profiler.abandon()
+    assert dict(_global_forward_pre_hooks) == hooks
+    net(torch.ones(1, 2))
+    assert not _global_forward_pre_hooks
+    assert not _global_forward_hooks
+    assert engine.used == []
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
