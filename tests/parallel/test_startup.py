@@ -17,7 +17,7 @@ rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
 if rank == "1":
     sys.exit("gone before init()")
 if rank == "2":
-    time.sleep(30)
+    time.sleep(15)
 else:
     subprocess.Popen([sys.executable, "-I", "-S", "-c", sys.argv[1], str(os.getpid())])
 import wfbp
