@@ -76,5 +76,7 @@ class ForwardProfiler:
                 self._reducer.clock.mark_forward(index)
 
     def _after(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not self.watching:
+            return
         self._depth = max(0, self._depth - 1)  # watching may begin within a forward
         self._reducer.clock.mark_forward_end()

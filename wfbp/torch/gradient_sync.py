@@ -627,11 +627,14 @@ class OptimizerSync:
         """Let the parameters go, up to date, because another object takes over ``shared``."""
         self.update.flush()
         self.update.pending.release()
+        self.update.leave_state()
         self.successor = shared
         _remove(self._hooks, self.reducer, self._forward.stop)
 
     def leave_buffers(self) -> None:
-        """Copy ``p.grad`` out of the reducer's memory, which ``shutdown()`` frees."""
+        """Copy ``p.grad`` out of the reducer's memory, which ``shutdown()`` frees; leave no mark in
+        the state."""
+        self.update.leave_state()
         for param, view in zip(self._params, self._views, strict=True):
             if view is not None and param.grad is view:
                 param.grad = view.clone()

@@ -29,6 +29,9 @@ _LABEL = "gathering optimizer state"
 _FETCH_LABEL = "optimizer.state_dict(): fetching the other ranks' shards of the state"
 _FETCH_BYTES = 256 << 20
 
+_MARK = torch.empty(0)
+"""A key of the state where other ranks alone have state of shards."""
+
 
 class StateSharding:
     """The parameters of an optimizer that are updated shard by shard at present, and their state.
@@ -60,9 +63,9 @@ class StateSharding:
         rank = runtime.rank
         self._parts = [slice(sum(c[:rank]), sum(c[: rank + 1])) for c in self._counts]
         self._shards: dict[int, torch.Tensor] = {}
-        self._mark = torch.empty(0)
         self._version = 0
         self._entries: State = {}
+        self._is_changing = False
         self._store = runtime.open_store()
         weakref.finalize(self, runtime.drop_store, self._store).atexit = False
 
@@ -140,15 +143,22 @@ class StateSharding:
         self._shards.clear()
 
     def withdraw_mark(self) -> None:
-        """An update begins: the optimizer finds no state that is not its own."""
-        self._state.pop(self._mark, None)
+        """Let the optimizer find no state that is not its own."""
+        self._state.pop(_MARK, None)
+        self._entries.pop(_MARK, None)
+
+    def begin_update(self) -> None:
+        """The optimizer is about to change the state."""
+        self.withdraw_mark()
+        self._is_changing = bool(self._shards)
 
     def publish(self) -> None:
         """An update is complete: until the next one other ranks may fetch what it made."""
+        self._is_changing = False
         self._version += 1
         if self._shards and not self.lies_in(self._state):
             # So that this rank, too, can tell whether the program empties the state.
-            self._state[self._mark] = {}
+            self._state[_MARK] = {"on_other_ranks": True}  # not empty: programs drop such entries
         # Shallow copies: the program may empty the state before another rank has asked.
         self._entries = entries = dict(self._state) if self._shards else {}
         shards = dict(self._shards)
@@ -156,7 +166,12 @@ class StateSharding:
 
     def whole_state(self) -> State:
         """The state as it would be without shards, by parameter; any rank may ask, alone."""
-        keys = {self._mark, *self._shards.values()}
+        if self._is_changing:
+            raise RuntimeError(
+                f"{self._runtime.where}: optimizer.state_dict() within step(), such as in a hook: "
+                "other ranks are changing their parts of the state; call it after step()"
+            )
+        keys = {_MARK, *self._shards.values()}
         state = {key: value for key, value in self._state.items() if key not in keys}
         fetched = {} if self._was_emptied() else self._fetch(sorted(self._shards))
         # In the parameters' order, as every optimizer fills its state.
@@ -175,7 +190,7 @@ class StateSharding:
 
     def lies_in(self, state: State) -> bool:
         """Whether there is state of any shard among this, or what stands for it."""
-        return any(key in state for key in (*self._shards.values(), self._mark))
+        return any(key in state for key in (*self._shards.values(), _MARK))
 
     def _was_emptied(self) -> bool:
         """Whether the program has emptied the state since the last update, as on all ranks."""

@@ -90,6 +90,8 @@ def raw(tensor: torch.Tensor) -> Buffer:
     """The bytes of a contiguous tensor on the host, shared, as uint8."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
+    if not tensor.data_ptr():  # it holds another tensor, perhaps one that is still to arrive
+        return tensor.detach().reshape(-1).view(torch.uint8).numpy()
     # Not by Tensor.numpy(), after which the tensor's memory can no longer be resized; FSDP does.
     return np.asarray(_Exported("array", tensor.data_ptr(), tensor.nbytes, tensor))
 

@@ -97,8 +97,8 @@ class Update:
         if self._reducer.decoupled:
             self.flush()
         if self.sharding is not None:
-            self.sharding.withdraw_mark()
             self._follow(self.sharding)
+            self.sharding.begin_update()
             try:
                 if self.sharding:
                     self.sharding.check()
@@ -121,6 +121,11 @@ class Update:
         if self.sharding is not None:
             self.sharding.forget()
             self._installed = 0
+
+    def leave_state(self) -> None:
+        """Let another object use the optimizer's state."""
+        if self.sharding is not None:
+            self.sharding.withdraw_mark()
 
     def _with_hooks(self, act: Callable[[], Any]) -> Any:
         """Step parts of the tensors, with the hooks of one step around all of it."""

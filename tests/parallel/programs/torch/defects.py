@@ -982,6 +982,50 @@ def state_emptied_where_a_rank_has_none() -> None:
 
 
 @check
+def state_of_other_ranks_in_hooks() -> None:
+    """Where this rank has none: refused in mid-step, and kept by what a program does to entries."""
+
+    def few(step: int) -> torch.Tensor:
+        return (model.weight * data(step, wfbp.rank(), 2)).sum()
+
+    model = nn.Linear(2, 1, bias=False).double()
+    wfbp.broadcast_parameters(model.state_dict())
+    wide = nn.Parameter(torch.ones(17 * wfbp.size(), dtype=torch.float64))
+    inner = torch.optim.Adam([model.weight, wide])
+    optimizer = wfbp.DistributedOptimizer(inner, threshold_bytes=1)
+    seen: list[dict[str, Any]] = []
+
+    def look(*_: Any) -> None:
+        if not refused(lambda: seen.append(optimizer.state_dict()), "within step()"):
+            assert len(seen.pop()["state"]) == 1  # whole state
+
+    optimizer.register_step_post_hook(look)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        few(step).backward()
+        optimizer.step()
+    for key in list(optimizer.state):
+        if not optimizer.state[key]:
+            del optimizer.state[key]
+    assert len(optimizer.state_dict()["state"]) == 1
+
+
+@check
+def no_state_is_left_when_another_optimizer_takes_over() -> None:
+    model = mlp(5, 7, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    inner, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    for wrapped, sharding in ((inner, None), (other, None), (inner, False)):
+        optimizer = wfbp.DistributedOptimizer(wrapped, optimizer_sharding=sharding)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.step()
+        assert optimizer.state_dict()["state"] == {}
+        assert inner.state_dict()["state"] == {}
+
+
+@check
 def gradients_of_another_type() -> None:
     """Row 20: ``grad_dtype`` of PyTorch 2.10 and later is honored, or refused at wrapping."""
     if not hasattr(torch.Tensor, "grad_dtype"):

@@ -295,6 +295,22 @@ def collectives_in_backward(rank: int, size: int) -> None:
 
 
 @grouped
+def what_a_functional_collective_returns(rank: int, size: int) -> None:
+    """Is awaited where another collective uses it."""
+    from torch.distributed import _functional_collectives as functional
+
+    group = dist.group.WORLD
+    total = float(sum(range(1, size + 1)))
+    pending = functional.all_reduce(torch.full((3,), rank + 1.0), "sum", group)
+    dist.all_reduce(pending)
+    assert pending.tolist() == [size * total] * 3
+    pending = functional.all_reduce(torch.full((3,), rank + 1.0), "sum", group)
+    everyone = torch.empty(3 * size)
+    dist.all_gather_single(everyone, pending)
+    assert everyone.unique().tolist() == [total]
+
+
+@grouped
 def beside_a_distributed_optimizer(rank: int, size: int) -> None:
     """One model by DDP, another by wfbp's optimizer, in turns."""
     torch.manual_seed(3)
