@@ -150,10 +150,13 @@ class StateSharding:
     def begin_update(self) -> None:
         """The optimizer is about to change the state."""
         self.withdraw_mark()
-        self._is_changing = bool(self._shards)
+        self._is_changing = True
 
     def publish(self) -> None:
-        """An update is complete: until the next one other ranks may fetch what it made."""
+        """An update is complete, and hooks may follow: until the next one other ranks may fetch
+        what it made."""
+        if not self._is_changing:
+            return
         self._is_changing = False
         self._version += 1
         if self._shards and not self.lies_in(self._state):
@@ -168,8 +171,8 @@ class StateSharding:
         """The state as it would be without shards, by parameter; any rank may ask, alone."""
         if self._is_changing:
             raise RuntimeError(
-                f"{self._runtime.where}: optimizer.state_dict() within step(), such as in a hook: "
-                "other ranks are changing their parts of the state; call it after step()"
+                f"{self._runtime.where}: optimizer.state_dict() within step(): other ranks may be "
+                "changing their parts of the state; call it after step(), or in a post-hook"
             )
         keys = {_MARK, *self._shards.values()}
         state = {key: value for key, value in self._state.items() if key not in keys}

@@ -187,6 +187,7 @@ class Update:
                 reducer.gather(addresses, self._params)
             self.pending.begin(sharding.indices, reducer.gather_groups, addresses)
             sharding.drop_gradients()
+            sharding.publish()
         reducer.clock.mark_update(start)
         return result
 

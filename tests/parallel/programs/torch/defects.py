@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import threading
 import time
@@ -983,7 +984,7 @@ def state_emptied_where_a_rank_has_none() -> None:
 
 @check
 def state_of_other_ranks_in_hooks() -> None:
-    """Where this rank has none: refused in mid-step, and kept by what a program does to entries."""
+    """Where this rank has none: right after an update, whatever becomes of entries."""
 
     def few(step: int) -> torch.Tensor:
         return (model.weight * data(step, wfbp.rank(), 2)).sum()
@@ -993,17 +994,22 @@ def state_of_other_ranks_in_hooks() -> None:
     wide = nn.Parameter(torch.ones(17 * wfbp.size(), dtype=torch.float64))
     inner = torch.optim.Adam([model.weight, wide])
     optimizer = wfbp.DistributedOptimizer(inner, threshold_bytes=1)
-    seen: list[dict[str, Any]] = []
+    calls = itertools.count(1)
 
     def look(*_: Any) -> None:
-        if not refused(lambda: seen.append(optimizer.state_dict()), "within step()"):
-            assert len(seen.pop()["state"]) == 1  # whole state
+        call = next(calls)
+        if wfbp.rank() == call % wfbp.size():  # one rank alone
+            steps = [float(e["step"]) for e in optimizer.state_dict()["state"].values()]
+            assert steps == [call], (call, steps)
 
     optimizer.register_step_post_hook(look)
     for step in range(STEPS):
         optimizer.zero_grad()
         few(step).backward()
         optimizer.step()
+    optimizer.register_step_pre_hook(lambda *_: optimizer.state_dict() and None)
+    few(0).backward()
+    refused(optimizer.step, "within step()")  # unless the state is whole
     for key in list(optimizer.state):
         if not optimizer.state[key]:
             del optimizer.state[key]
