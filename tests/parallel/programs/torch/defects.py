@@ -984,7 +984,7 @@ def state_emptied_where_a_rank_has_none() -> None:
 
 @check
 def state_of_other_ranks_in_hooks() -> None:
-    """Where this rank has none: right after an update, whatever becomes of entries."""
+    """A rank that has none sees it right after an update, whatever becomes of its own entries."""
 
     def few(step: int) -> torch.Tensor:
         return (model.weight * data(step, wfbp.rank(), 2)).sum()
