@@ -626,15 +626,12 @@ class OptimizerSync:
     def hand_over(self, shared: str) -> None:
         """Let the parameters go, up to date, because another object takes over ``shared``."""
         self.update.flush()
-        self.update.pending.release()
-        self.update.leave_state()
+        self.update.let_go()
         self.successor = shared
         _remove(self._hooks, self.reducer, self._forward.stop)
 
     def leave_buffers(self) -> None:
-        """Copy ``p.grad`` out of the reducer's memory, which ``shutdown()`` frees; leave no mark in
-        the state."""
-        self.update.leave_state()
+        """Copy ``p.grad`` out of the reducer's memory, which ``shutdown()`` frees."""
         for param, view in zip(self._params, self._views, strict=True):
             if view is not None and param.grad is view:
                 param.grad = view.clone()
@@ -642,7 +639,7 @@ class OptimizerSync:
 
     def leave(self) -> None:
         """Let the parameters go, because the runtime ends; they are up to date."""
-        self.update.pending.release()
+        self.update.let_go()
         self.leave_buffers()
         _remove(self._hooks, self.reducer, self._forward.stop)
         registry.remove(self._key)

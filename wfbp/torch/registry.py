@@ -60,6 +60,8 @@ def _finish(runtime: Runtime) -> None:
             if not is_known or not isinstance(error, WfbpError):
                 log.error("parameters are not up to date at the end: %s", error)
         held.release()
+    for sync in set(owners.values()):
+        sync.update.let_go()
 
 
 process.before_end(_finish)

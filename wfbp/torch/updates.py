@@ -122,8 +122,9 @@ class Update:
             self.sharding.forget()
             self._installed = 0
 
-    def leave_state(self) -> None:
-        """Let another object use the optimizer's state."""
+    def let_go(self) -> None:
+        """Leave the parameters, arrived or not, and the optimizer's state to other objects."""
+        self.pending.release()
         if self.sharding is not None:
             self.sharding.withdraw_mark()
 
