@@ -22,6 +22,7 @@ from wfbp.torch import tensors
 from wfbp.torch.compression import COMPRESSED_DTYPES, Compression, Compressor
 from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.original import check_params, named_params, own_attributes, wrapped_of
+from wfbp.torch.pending import await_all
 
 log = logging.getLogger("wfbp")
 
@@ -187,6 +188,7 @@ def distribute(
     )
     check_params(named_params(optimizer, known, complete=True), options)
     _check_previous(optimizer, runtime)
+    await_all()  # what is pending of models that were dropped would be kept for good
     params = [p for group in optimizer.param_groups for p in group["params"]]
     why = _why_whole(optimizer, params, sharding)
     if why:

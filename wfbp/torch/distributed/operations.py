@@ -100,7 +100,7 @@ class Call:
         if len(counts) != self.size or sum(counts) != total or tensor.numel() % (total or 1):
             raise ValueError(
                 f"{self._name}: a tensor of shape {list(tensor.shape)} cannot be split among "
-                f"{self.size} ranks, by split sizes {list(rows)}"
+                f"{self.size} ranks, by split sizes {list(rows) or 'that are equal'}"
             )
         step = data.nbytes // (total or 1)
         return [

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -1029,6 +1031,27 @@ def no_state_is_left_when_another_optimizer_takes_over() -> None:
             optimizer.step()
         assert optimizer.state_dict()["state"] == {}
         assert inner.state_dict()["state"] == {}
+
+
+@check
+def a_dropped_model_is_freed() -> None:
+    """When the next optimizer is made, though its parameters were still under way."""
+
+    def train() -> weakref.ref[torch.Tensor]:
+        model = mlp(5, 7, 7, 3)
+        wfbp.broadcast_parameters(model.state_dict())
+        optimizer = wfbp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.step()
+        return weakref.ref(model[-1].weight)
+
+    first = train()
+    for _ in range(2):
+        train()
+    gc.collect()
+    assert first() is None
 
 
 @check
