@@ -90,10 +90,10 @@ def raw(tensor: torch.Tensor) -> Buffer:
     """The bytes of a contiguous tensor on the host, shared, as uint8."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
-    if not tensor.data_ptr():  # it holds another tensor, perhaps one that is still to arrive
+    if not (address := tensor.data_ptr()):  # it wraps another tensor, which may yet arrive
         return tensor.detach().reshape(-1).view(torch.uint8).numpy()
     # Not by Tensor.numpy(), after which the tensor's memory can no longer be resized; FSDP does.
-    return np.asarray(_Exported("array", tensor.data_ptr(), tensor.nbytes, tensor))
+    return np.asarray(_Exported("array", address, tensor.nbytes, tensor))
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

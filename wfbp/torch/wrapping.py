@@ -188,7 +188,7 @@ def distribute(
     )
     check_params(named_params(optimizer, known, complete=True), options)
     _check_previous(optimizer, runtime)
-    await_all()  # what is pending of models that were dropped would be kept for good
+    await_all()  # pending parameters of dropped models would never be freed otherwise
     params = [p for group in optimizer.param_groups for p in group["params"]]
     why = _why_whole(optimizer, params, sharding)
     if why:

@@ -1,4 +1,4 @@
-"""What the profile sees of forward: first uses, its end, and whose forward it is."""
+"""Profiles of forward: first uses, the end, and the model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_forward_that_raises_is_left() -> None:
     assert engine.model == "Net"
 
 
-def test_hooks_of_all_modules_stay_as_they_are_while_memory_is_collected() -> None:
+def test_garbage_collection_leaves_global_hooks_unchanged() -> None:
     """A module may be about to call them."""
     net, engine = Net(), Engine()
     profiler = ForwardProfiler(engine, list(net.parameters()))  # type: ignore[arg-type]

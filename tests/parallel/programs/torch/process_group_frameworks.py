@@ -295,8 +295,8 @@ def collectives_in_backward(rank: int, size: int) -> None:
 
 
 @grouped
-def what_a_functional_collective_returns(rank: int, size: int) -> None:
-    """Is awaited where another collective uses it."""
+def results_of_functional_collectives(rank: int, size: int) -> None:
+    """Other collectives wait for them."""
     from torch.distributed import _functional_collectives as functional
 
     group = dist.group.WORLD
