@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 NOTICE_TAG = 1
 _FIRST_TAG = 2
+_CLOSE_S = 5.0
+"""How long :meth:`PointToPoint.close` waits for ranks that do not read."""
 
 _unsent: list[tuple[MPI.Request, object]] = []
 """Messages under way when their channel was closed: their memory must outlive them."""
@@ -41,12 +44,13 @@ class PointToPoint(Mailbox):
         self._who = f"rank {comm.rank} of {comm.size}"
         self._status = mpi.Status()
         self._own: list[tuple[int, bytes]] = []
-        self._pending: list[tuple[MPI.Request, object]] = []
-        """Requests that had not ended at the last look, and their memory."""
+        # Requests that had not ended at the last look, and their memory.
+        self._notices: list[tuple[MPI.Request, object]] = []
+        self._messages: list[tuple[MPI.Request, object]] = []
 
     @property
     def sending(self) -> bool:
-        return bool(self._pending)
+        return bool(self._notices or self._messages)
 
     def send(self, rank: int, payload: bytes) -> None:
         data = bytes(payload)
@@ -57,7 +61,7 @@ class PointToPoint(Mailbox):
             # Kept until it is complete: MPI may read the bytes until then.
             request = self._comm.Isend([data, self._mpi.BYTE], rank, NOTICE_TAG)
             if not request.Test():
-                self._pending.append((request, data))
+                self._notices.append((request, data))
 
     def start(self, buffer: Buffer, peer: int, tag: int, receives: bool) -> _Message:
         """Start to send or receive a message; notices use another tag."""
@@ -65,7 +69,7 @@ class PointToPoint(Mailbox):
         what = f"a message could not be {'received' if receives else 'sent'}"
         with translating(self._mpi, self._who, what):
             request = begin([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
-        self._pending.append((request, buffer))
+        self._messages.append((request, buffer))
         return _Message(self._mpi, self._who, request)
 
     def receive(self) -> list[tuple[int, bytes]]:
@@ -73,8 +77,8 @@ class PointToPoint(Mailbox):
         own, self._own = self._own, []
         arrived = []
         with translating(self._mpi, self._who, "messages could not be read"):
-            if self._pending:
-                self._pending = [item for item in self._pending if not item[0].Test()]
+            self._notices = _under_way(self._notices)
+            self._messages = _under_way(self._messages)
             # Matched at once: no other thread can take the message between probe and receive.
             while (
                 message := self._comm.Improbe(self._mpi.ANY_SOURCE, NOTICE_TAG, status)
@@ -85,10 +89,18 @@ class PointToPoint(Mailbox):
         return arrived + own  # what had arrived before this rank's came first
 
     def close(self) -> None:
-        """Free the communicator; messages under way continue."""
+        """Send the notices that are under way, and free the communicator."""
+        deadline_s = time.monotonic() + _CLOSE_S
         with translating(self._mpi, self._who, "closing failed"):
-            _unsent.extend(item for item in self._pending if not item[0].Test())
+            # MPI's queues to many ranks may be full, and no later call would move these notices on.
+            while (notices := _under_way(self._notices)) and time.monotonic() < deadline_s:
+                time.sleep(1e-3)
+            _unsent.extend(notices + _under_way(self._messages))
             self._comm.Free()
+
+
+def _under_way(items: list[tuple[MPI.Request, object]]) -> list[tuple[MPI.Request, object]]:
+    return [item for item in items if not item[0].Test()]
 
 
 class _Message(Work[None]):
