@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.cli_runs import answer, assert_refused, cost_file, wfbp
 from tests.support.run_documents import costs, document, record, trace
-from wfbp.cli.probe import _check_writeable
+from wfbp.cli.probe import _check_outputs
 from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import timeline
@@ -101,10 +101,10 @@ def test_traces_are_listed_and_written(tmp_path: Path) -> None:
 
 
 def test_probing_checks_files_without_making_them(tmp_path: Path) -> None:
-    _check_writeable(str(tmp_path / "cost.json"), None)
+    _check_outputs(str(tmp_path / "cost.json"), None)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="is a directory"):
-        _check_writeable(str(tmp_path))
+        _check_outputs(str(tmp_path), None)
 
 
 def test_a_rank_without_a_file_is_named(tmp_path: Path) -> None:
