@@ -163,10 +163,10 @@ def median_iteration(run: Run) -> tuple[int, int]:
 
 def gantt(run: Run, index: int, predicted: IterationForecast | None) -> go.Figure:
     """One iteration of every rank beside its prediction."""
-    trace, costs = run.ranks[0].trace, run.ranks[0].costs
+    trace = run.ranks[0].trace
     bars: list[Bar] = []
-    if predicted is not None and trace is not None and costs is not None:
-        bars += _predicted_bars(predicted, trace, costs)
+    if predicted is not None and trace is not None:
+        bars += _predicted_bars(predicted, trace)
     # Each rank's clock starts at the end of the previous iteration's last message, which ends at
     # nearly the same moment on all ranks.
     for rank in run.ranks:
@@ -208,12 +208,12 @@ def _rank_bars(rank: RankRun, iteration: dict[str, Any]) -> list[Bar]:
     return bars
 
 
-def _predicted_bars(predicted: IterationForecast, trace: Trace, costs: Costs) -> list[Bar]:
+def _predicted_bars(predicted: IterationForecast, trace: Trace) -> list[Bar]:
     """The prediction on the same clock: its backward starts after forward."""
     begin_s = trace.other_s + trace.forward_s
     end_s = min(predicted.iteration_s, begin_s + predicted.backward_end_s)
     bars = _compute_bars("predicted compute", (begin_s, end_s, predicted.iteration_s))
-    for index, (_, why) in enumerate(reasons(predicted, trace, costs)):
+    for index, why in enumerate(reasons(predicted)):
         group, at = predicted.plan.groups[index], predicted.groups[index]
         text = f"group {index}: {group.operation.value} of {size(at.nbytes)}<br>{_plain(why, 200)}"
         start_s, end_s = begin_s + at.start_s, begin_s + at.end_s

@@ -12,7 +12,6 @@ from wfbp.cli.inputs import best, integers, json_option, load, model_arguments, 
 from wfbp.cli.reasons import reasons
 from wfbp.cli.run_files import BELOW_BOUND, Run
 from wfbp.cli.tables import milliseconds, print_table, size
-from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS, RECOMMENDED, plan
 from wfbp.core.timeline import IterationForecast, timeline
 from wfbp.core.trace import Trace
@@ -71,7 +70,7 @@ def command(
         }
         click.echo(json.dumps(told[0] if len(told) == 1 else comparison, indent=1, allow_nan=False))
     elif len(results) == 1:
-        _print_one(results[0], model, costs, rows, _about_bound(results[0].lower_bound_s, run))
+        _print_one(results[0], model, rows, _about_bound(results[0].lower_bound_s, run))
     else:
         _print_all(results, model, first, _about_bound(results[0].lower_bound_s, run))
 
@@ -97,15 +96,15 @@ def _document(result: IterationForecast) -> dict[str, Any]:
 
 
 def _print_one(
-    result: IterationForecast, trace: Trace, costs: Costs, rows: int, about_bound: Sequence[str]
+    result: IterationForecast, trace: Trace, rows: int, about_bound: Sequence[str]
 ) -> None:
     groups, tensors = result.plan.groups, result.plan.tensors
     cells = []
-    for index, (exposed_s, why) in enumerate(reasons(result, trace, costs)):
+    for index, why in enumerate(reasons(result)):
         group, at = groups[index], result.groups[index]
         first, last = (tensors[group.tensors[k]].name for k in (0, -1))
         members = f"{len(group.tensors)}: {first} ... {last}" if len(group.tensors) > 1 else first
-        times = map(milliseconds, (at.start_s, at.end_s, exposed_s))
+        times = map(milliseconds, (at.start_s, at.end_s, at.exposed_s))
         cells.append((str(index), group.operation.value, members, size(at.nbytes), *times, why))
     left = len(cells) - rows if rows else 0
     print_table(
