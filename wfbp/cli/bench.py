@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import integers, json_option
+from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import milliseconds, print_table, size
 
 SIZES = tuple(4096 << (2 * k) for k in range(8))
 
-rounds_option = click.option("--rounds", type=integers(1, 1000), default=20)
+rounds_option = click.option("--rounds", type=click.IntRange(1, 1000), default=20)
 
 
 @click.group("bench")
@@ -70,7 +70,7 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
 
 
 @command.command("comm", short_help="Time all-reduces by size, beside the MPI library's own.")
-@click.option("--max-bytes", type=integers(4096), default=64 << 20)
+@click.option("--max-bytes", type=click.IntRange(4096), default=64 << 20)
 @rounds_option
 @json_option
 def comm(max_bytes: int, rounds: int, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import best, integers, json_option, load, model_arguments, schedules
+from wfbp.cli.inputs import best, json_option, load, model_arguments, schedules
 from wfbp.cli.reasons import reasons
 from wfbp.cli.run_files import BELOW_BOUND, Run
 from wfbp.cli.tables import milliseconds, print_table, size
@@ -30,10 +30,12 @@ from wfbp.core.trace import Trace
 )
 @click.option(
     "--threshold-bytes",
-    type=integers(1),
+    type=click.IntRange(1),
     help="Group size of the schedule 'threshold' [default: 25 MiB].",
 )
-@click.option("--rows", type=integers(0), default=40, help="Groups to list at most; 0 for all.")
+@click.option(
+    "--rows", type=click.IntRange(0), default=40, help="Groups to list at most; 0 for all."
+)
 @json_option
 def command(
     trace: str,

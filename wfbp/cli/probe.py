@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from wfbp.cli.inputs import FiniteRange, json_option
+from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import print_table, size
 from wfbp.config import Config, num_bytes
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
@@ -47,7 +47,7 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
     help="Largest message; ideally the size of the model's gradients.",
 )
 @click.option(
-    "--seconds", type=FiniteRange(0.0, 3600.0), default=6.0, help="Approximate time to spend."
+    "--seconds", type=click.FloatRange(0.0, 3600.0), default=6.0, help="Approximate time to spend."
 )
 @click.option(
     "--output",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wfbp.cli.inputs import check_sums
 from wfbp.cli.run_files import BELOW_BOUND, Run, load_runs
 from wfbp.cli.tables import milliseconds, size
 from wfbp.core.fit import MAX_KAPPA
@@ -66,8 +65,6 @@ def chapter(run: Run) -> Chapter:
     predicted: IterationForecast | None = None
     every: list[IterationForecast] = []
     if trace is not None and costs is not None:
-        where = f"{run.name}, rank {first.rank}"
-        check_sums(f"{where}: trace", f"{where}: costs", trace, costs)
         predicted = timeline(reordered(first.plan, trace), trace, costs)
         every = [timeline(plan(name, trace, costs), trace, costs) for name in PLANNERS]
     sections = []

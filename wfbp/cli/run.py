@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import FiniteRange, integers
 from wfbp.config import Config
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program, slurm_command
@@ -42,7 +41,7 @@ CHECK_S = 10
     "-n",
     "-np",
     "--num-ranks",
-    type=integers(1),
+    type=click.IntRange(1),
     help="Number of ranks; by default all slots of the allocation or of the given hosts.",
 )
 @click.option("-H", "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
@@ -86,7 +85,7 @@ CHECK_S = 10
 @click.option(
     "--wait",
     "wait_s",
-    type=FiniteRange(0.0),
+    type=click.FloatRange(0.0),
     default=0.0,
     metavar="SECONDS",
     help="Seconds to wait for hosts that are still starting.",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+LARGEST = 1e100
+"""Sums and products of numbers up to here do not overflow."""
 
 
 def one_of(place: str, value: str, known: Sequence[str], why: str = "") -> str:
@@ -37,16 +39,14 @@ def check_format(what: str, data: Any, form: str) -> None:
 
 
 def number(place: str, value: Any) -> float:
-    """``value`` as a finite float of at least 0; else ``ValueError`` with its ``place``."""
+    """``value`` as a float from 0 to ``LARGEST``; else ``ValueError`` with its ``place``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{place}: expected a number, found {value!r}")
-    try:
-        result = float(value)
-    except OverflowError:
-        raise ValueError(f"{place}: the number is too large") from None
-    if not (math.isfinite(result) and result >= 0):
+    if value > LARGEST:
+        raise ValueError(f"{place}: too large; expected at most {LARGEST:g}")
+    if not value >= 0:  # nor is NaN
         raise ValueError(f"{place}: expected a finite number of at least 0, found {value!r}")
-    return result
+    return float(value)
 
 
 def read_json(path: str | Path, parse: Callable[[Any], T]) -> T:

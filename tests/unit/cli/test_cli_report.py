@@ -302,7 +302,7 @@ BAD: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (change("costs", "all_reduce", to={}), "costs: all_reduce: missing"),
     (
         change("costs", "all_reduce", to={"alpha_s": 1e300, "beta_s_per_byte": 0}),
-        "SGD, rank 0: costs: costs are too large",
+        "costs: all_reduce.alpha_s: too large",
     ),
     (change("iterations", to={}), "iterations: expected a list"),
     (change("iterations", 1, to=None), "iterations[1]: expected an object"),

@@ -407,5 +407,5 @@ class TestMistakes:
             assert_refused(wfbp("run", "-n", 2, "-m", name), f"-m {name}: expected the name of")
 
     def test_numbers(self) -> None:
-        assert_refused(wfbp("run", "-n", "two", "true"), "'two' is not a valid integer.")
-        assert_refused(wfbp("run", "--wait", "a", "true"), "'a' is not a valid number.")
+        assert_refused(wfbp("run", "-n", "two", "true"), "'two' is not a valid integer range.")
+        assert_refused(wfbp("run", "--wait", "a", "true"), "'a' is not a valid float range.")

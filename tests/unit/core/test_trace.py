@@ -48,7 +48,7 @@ def test_backward_order_is_the_reverse_of_forward_order() -> None:
         ({"forward_s": -1.0}, "tensors[0]: forward_s: expected a finite number of at least 0"),
         ({"backward_s": float("nan")}, "tensors[0]: backward_s: expected a finite number"),
         ({"backward_s": None}, "tensors[0]: backward_s: expected a number, found None"),
-        ({"backward_s": 10**400}, "tensors[0]: backward_s: the number is too large"),
+        ({"backward_s": 10**400}, "tensors[0]: backward_s: too large"),
     ],
 )
 def test_bad_tensors_are_named_in_one_line(
@@ -91,7 +91,7 @@ def test_not_json(content: bytes, tmp_path: Path) -> None:
 
 
 def test_bad_times_are_refused_when_made() -> None:
-    with pytest.raises(ValueError, match="tensor 'w': forward_s: expected a finite number"):
+    with pytest.raises(ValueError, match="tensor 'w': forward_s: too large"):
         TraceTensor(TensorSpec("w", (1,), "uint8"), float("inf"), 0.0)
     good = TraceTensor(TensorSpec("w", (1,), "uint8"), 0.0, 0.0)
     with pytest.raises(ValueError, match="trace 't': other_s: expected a finite number"):
