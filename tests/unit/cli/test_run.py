@@ -242,9 +242,12 @@ class TestRanks:
         notes.write_text("text")
         (tmp_path / "file").touch()
         for words, message in (
-            (("--", "no-such"), "rank 1: cannot start no-such: .* no folder of PATH has it"),
-            (("--", str(notes)), "Permission denied; it is no program: .* ends in .py"),
-            (("--", str(tmp_path / "gone")), "is the path right, on every host"),
+            (("--", "no-such"), "rank 1: cannot start no-such: .* expected a program on the PATH"),
+            (("--", str(notes)), "Permission denied; expected .* ends in .py"),
+            (
+                ("--", str(tmp_path / "gone")),
+                "No such file .* on every host",
+            ),
             (
                 ("--output", str(tmp_path / "file"), "--", "true"),
                 "--output .*/file cannot be written to: File exists; name a directory",
@@ -362,24 +365,14 @@ class TestMistakes:
         for program in (["missing.py"], ["python", "missing.py"]):
             assert_refused(wfbp("run", "-n", 2, *program), "missing.py: no such file", "tmp")
         (tmp_path / "notes.md").touch()
-        for program, reason in (
-            ("no-such", "no folder of PATH has it"),
-            ("./gone", "there is no such file"),
-            ("./notes.md", "it may not be executed"),
-            ("./", "it is a directory"),
-        ):
-            assert_refused(wfbp("run", "-n", 2, program), f"cannot start {program}: {reason}")
+        for program in ("no-such", "./gone", "./notes.md", "./"):
+            told = wfbp("run", "-n", 2, program)
+            assert_refused(told, f"cannot start {program}: expected a program on the PATH, ")
         program = ["python", "-c", "0"]
         told = wfbp("run", "-n", 2, "-x", "WFBP_TRIAL_STEPS=abc", *program)
         assert_refused(told, "WFBP_TRIAL_STEPS='abc': expected a whole number")
         monkeypatch.setenv("WFBP_TIMEOUT_S", "-1")
         assert_refused(wfbp("run", "-n", 2, *program), "WFBP_TIMEOUT_S='-1'")
-
-    def test_output_that_cannot_be_written(self, tmp_path: Path) -> None:
-        (tmp_path / "file").touch()
-        for folder, reason in (("file", "it is no directory"), ("file/a", "it cannot be made")):
-            told = wfbp("run", "-n", 2, "--output", tmp_path / folder, "true")
-            assert_refused(told, f"--output {tmp_path / folder}: {reason}")
 
     def test_a_hostfile_that_is_no_text(self, tmp_path: Path) -> None:
         (tmp_path / "hosts").write_bytes(bytes(range(200, 256)))
