@@ -71,7 +71,7 @@ _ALL_BUT_HYBRID = {
     ),
     "independent": PlannerEntry(independent, decouples=True, slow=True),
 }
-_RIVALS = {entry.planner: entry.decouples for entry in _ALL_BUT_HYBRID.values()}
+_RIVALS = [entry.planner for entry in _ALL_BUT_HYBRID.values()]
 _HYBRID = PlannerEntry(partial(hybrid, rivals=_RIVALS), decouples=True, slow=True)
 
 PLANNERS: Mapping[str, PlannerEntry] = MappingProxyType({**_ALL_BUT_HYBRID, "hybrid": _HYBRID})
