@@ -96,23 +96,6 @@ def test_ddp_finds_an_address_where_hosts_share_a_name(tmp_path: Path) -> None:
     assert set(json.loads(done.stdout)["seconds"]) == {"ddp", "mpi-per-tensor"}
 
 
-UNREACHABLE = """
-from wfbp.bench import ranks, training
-training.interfaces = lambda: {"192.0.2.1": "none"}  # an address that no host has (RFC 5737)
-training.CONNECT_S = 0.5
-ranks.run_or_abort(lambda: training.run(training.mlp, ["ddp"], 1, "cpu", print))
-"""
-
-
-def test_ddp_without_an_address_ends_with_a_message(mpirun: Mpirun) -> None:
-    """It is noticed before PyTorch's own store is asked, which would wait for 300 s."""
-    run = mpirun(2, "-c", UNREACHABLE, preloaded="torch")
-    assert run.rc not in (0, None), run
-    assert (
-        "DDP needs an address of rank 0 that all ranks can reach: none of 192.0.2.1" in run.stderr
-    )
-
-
 def test_peers_are_compared(tmp_path: Path) -> None:
     """The command of the front page's table, on the smallest model and in shared memory alone."""
     files = [tmp_path / name for name in ("samples.json", "table.md", "picture.svg")]
@@ -132,13 +115,6 @@ def test_peers_are_compared(tmp_path: Path) -> None:
     assert table.splitlines()[2].startswith("| shared memory: MLP")
     assert table == done.stdout
     ElementTree.fromstring(picture)
-
-
-def test_comm(mpirun: Mpirun) -> None:
-    run = mpirun(2, "-m", "wfbp", "bench", "comm", "--max-bytes", 65536, "--rounds", 2)
-    assert run.rc == 0, run
-    assert run.stdout.count("KiB") == 3, run.stdout
-    assert "2 ranks" in run.stdout
 
 
 def test_one_rank_is_refused(mpirun: Mpirun) -> None:

@@ -1,27 +1,18 @@
-"""Runs on each rank of a comparison; times all-reduces by wfbp and by the MPI library."""
+"""What the ranks of a comparison share: errors, messages, and facts about the machine."""
 
 from __future__ import annotations
 
 import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
-from wfbp.comm.mpi.backend import MpiBackend
-from wfbp.comm.waiting import Waiter, wait
-from wfbp.core.types import Op
 from wfbp.runtime.runtime import FORWARDING_S
-
-BUDGET_BYTES = 64 << 20
-"""A block of small messages has about so many bytes."""
-MOST_REPEATS = 200
 
 
 def run_or_abort(act: Callable[[], Any]) -> Any:
@@ -63,47 +54,3 @@ def machine() -> dict[str, Any]:
         "machine": platform.platform(),
         "versions": versions,
     }
-
-
-def all_reduces(sizes: Sequence[int], rounds: int) -> list[tuple[int, float, float]]:
-    """Bytes, and seconds of a float32 all-reduce by the MPI library and by wfbp; collective.
-
-    Both take turns. A time is the median of rounds, and in each that of the slowest rank. Raises
-    ``RuntimeError`` if a sum is wrong.
-    """
-    world = MPI.COMM_WORLD.Dup()
-    backend = MpiBackend()
-    waiter = Waiter.watching(backend)
-
-    def library(data: np.ndarray) -> None:
-        world.Allreduce(MPI.IN_PLACE, data)
-
-    def ours(data: np.ndarray) -> None:
-        wait(backend.all_reduce(data, "float32", Op.SUM), waiter)
-
-    ways = (library, ours)
-    timings = []
-    for nbytes in sizes:
-        data = np.empty(nbytes // 4, np.float32)
-        for way in ways:
-            data.fill(world.rank + 1)
-            way(data)
-            if not (data == world.size * (world.size + 1) / 2).all():
-                raise RuntimeError(f"an all-reduce of {nbytes} bytes has a wrong sum")
-        repeats = max(1, min(MOST_REPEATS, BUDGET_BYTES // nbytes // 8))
-        times_s: dict[Callable[..., None], list[float]] = {way: [] for way in ways}
-        for number in range(rounds):
-            for way in ways if number % 2 else ways[::-1]:
-                data.fill(0)
-                world.Barrier()
-                start = time.perf_counter()
-                for _ in range(repeats):
-                    way(data)
-                took_s = world.allreduce(time.perf_counter() - start, MPI.MAX)
-                times_s[way].append(took_s / repeats)
-        timings.append(
-            (nbytes, statistics.median(times_s[library]), statistics.median(times_s[ours]))
-        )
-    backend.close()
-    world.Free()
-    return timings

@@ -15,7 +15,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
@@ -25,8 +24,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 
 import wfbp.torch
+import wfbp.torch.distributed
 from wfbp.launcher.hosts import interfaces
 
 Batch = tuple[Any, ...]
@@ -45,7 +46,6 @@ MOST_WARM_UP_STEPS = 2000
 BLOCK_S = 0.5
 START_S = 30.0
 """DDP starts within this time, or not at all."""
-CONNECT_S = 2.0
 
 
 def mlp() -> tuple[nn.Module, Callable[[int], Batch]]:
@@ -279,41 +279,21 @@ def _make(make: Make, names: Sequence[str], device: str) -> tuple[list[Contestan
 
 
 def _start_ddp(device: str) -> None:
-    """Start PyTorch's process group at the first address of rank 0 that all ranks can reach.
-
-    The name of a host is of no use: containers and network namespaces may share one.
-    """
-    world = MPI.COMM_WORLD
-    make_store = torch.distributed.TCPStore  # type: ignore[attr-defined]
+    """Start PyTorch's process group, over the network that leads to rank 0."""
     limit = timedelta(seconds=START_S)
-    store = None
-    if world.rank == 0:
-        store = make_store("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-    addresses, port = world.bcast((list(interfaces()), store.port) if store else None)
-    routes = [_local_address(address, port) for address in addresses]
-    common = [all(row) for row in zip(*world.allgather(routes), strict=True)]
-    if True not in common:
-        raise RuntimeError(
-            f"DDP needs an address of rank 0 that all ranks can reach: none of "
-            f"{', '.join(addresses)} is, at TCP port {port}. Is there a firewall?"
-        )
-    chosen = common.index(True)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces()[routes[chosen]])
-    store = store or make_store(addresses[chosen], port, timeout=limit)
+    store, rank, size = next(iter(rendezvous("wfbp://", timeout=limit)))
+    host = MPI.COMM_WORLD.allgather(store.host)[-1]  # to rank 0 itself it is the local host
+    with socket.create_connection((host, store.port), START_S) as connection:
+        address = connection.getsockname()[0]
+    # Gloo would look for an address of the host's name, which containers may share.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces()[address])
     torch.distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=store,
-        rank=world.rank,
-        world_size=world.size,
+        rank=rank,
+        world_size=size,
         timeout=limit,
     )
-
-
-def _local_address(address: str, port: int) -> str:
-    """This host's address on the way to a server; empty if the server cannot be reached."""
-    with suppress(OSError), socket.create_connection((address, port), CONNECT_S) as connection:
-        return str(connection.getsockname()[0])
-    return ""
 
 
 def _warm_up(contestant: Contestant, batches: Sequence[Batch]) -> int:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
-from typing import Any
 
 import click
 
 from wfbp.cli.inputs import json_option
-from wfbp.cli.tables import milliseconds, print_table, size
-
-SIZES = tuple(4096 << (2 * k) for k in range(8))
-
-rounds_option = click.option("--rounds", type=click.IntRange(1, 1000), default=20)
+from wfbp.cli.tables import milliseconds, print_table
 
 
 @click.group("bench")
@@ -29,7 +23,7 @@ def command() -> None:
     default="none,mpi-per-tensor,ddp,ddp-best,wfbp-auto",
     help="Comma-separated; also horovod, wfbp-SCHEDULE and ddp-MIB.",
 )
-@rounds_option
+@click.option("--rounds", type=click.IntRange(1, 1000), default=20)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @json_option
 def training(model: str, contestants: str, rounds: int, device: str, as_json: bool) -> None:
@@ -59,55 +53,18 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
         cpu_s = statistics.median(contestant.cpu_seconds)
         cells = map(milliseconds, (middle, third - first, cpu_s))
         rows.append([contestant.name, *cells, f"{middle / base_s:.2f}"])
-    document = {
-        "model": model,
-        "device": device,
-        "seconds": {c.name: c.seconds for c in results},
-        "cpu_seconds": {c.name: c.cpu_seconds for c in results},
-    }
-    headings = ("<", "median ms", "IQR ms", "CPU ms", f"of {benchmark.REFERENCE}")
-    _show(document, f"Iterations of {model}", headings, rows, as_json)
-
-
-@command.command("comm", short_help="Time all-reduces by size, beside the MPI library's own.")
-@click.option("--max-bytes", type=click.IntRange(4096), default=64 << 20)
-@rounds_option
-@json_option
-def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
-    """Time all-reduces by size: wfbp's backend and the MPI library's own."""
-    from wfbp.bench import ranks
-
-    ranks.need_several()
-    sizes = [nbytes for nbytes in SIZES if nbytes <= max_bytes]
-    timings = ranks.run_or_abort(lambda: ranks.all_reduces(sizes, rounds))
-    if timings is None:
-        return
-    rows = [
-        [
-            size(nbytes),
-            *map(milliseconds, (library_s, wfbp_s)),
-            f"{library_s / wfbp_s:.2f}",
-            f"{nbytes / wfbp_s / 1e9:.2f}",
-        ]
-        for nbytes, library_s, wfbp_s in timings
-    ]
-    headings = ("<", "MPI ms", "wfbp ms", "times MPI", "wfbp GB/s")
-    _show({"seconds": timings}, "All-reduces of float32", headings, rows, as_json)
-
-
-def _show(
-    results: dict[str, Any],
-    title: str,
-    headings: Sequence[str],
-    rows: list[list[str]],
-    as_json: bool,
-) -> None:
-    from wfbp.bench import ranks
-
     about = ranks.machine()
     if as_json:
-        click.echo(json.dumps(about | results))
+        times = {
+            "seconds": {c.name: c.seconds for c in results},
+            "cpu_seconds": {c.name: c.cpu_seconds for c in results},
+        }
+        click.echo(json.dumps({**about, "model": model, "device": device, **times}))
         return
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    notes = [f"{about['ranks']} ranks; {about['machine']}; {about['mpi']}; {versions}"]
-    print_table(title, headings, rows, notes)
+    print_table(
+        f"Iterations of {model}",
+        ("<", "median ms", "IQR ms", "CPU ms", f"of {benchmark.REFERENCE}"),
+        rows,
+        [f"{about['ranks']} ranks; {about['machine']}; {about['mpi']}; {versions}"],
+    )
