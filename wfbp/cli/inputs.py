@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from wfbp.core.checks import read_json
+from wfbp.core.checks import read_json, whole
 from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace
@@ -96,9 +96,7 @@ def _costs_and_ranks(document: Any) -> tuple[Costs, int | None]:
     """The costs of a document, and the number of ranks that measured them, if it has that."""
     costs = Costs.from_json(document)
     num_ranks = document.get("num_ranks")
-    if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
-        raise ValueError(f"num_ranks: expected a whole number from 2, found {num_ranks!r}")
-    return costs, num_ranks
+    return costs, None if num_ranks is None else whole("num_ranks", num_ranks, 2)
 
 
 def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -47,6 +48,14 @@ def number(place: str, value: Any) -> float:
     if not value >= 0:  # nor is NaN
         raise ValueError(f"{place}: expected a finite number of at least 0, found {value!r}")
     return float(value)
+
+
+def whole(place: str, value: Any, least: int, most: float = math.inf) -> int:
+    """``value`` if it is a whole number within limits; else ``ValueError`` with its ``place``."""
+    if type(value) is not int or not least <= value <= most:
+        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{place}: expected a whole number {limits}, found {str(value)[:40]}")
+    return value
 
 
 def read_json(path: str | Path, parse: Callable[[Any], T]) -> T:

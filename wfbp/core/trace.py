@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from wfbp.core.checks import check_format, instance, number, read_json
+from wfbp.core.checks import check_format, instance, number, read_json, whole
 from wfbp.core.types import TensorSpec
 
 FORMAT = "wfbp-trace/1"
@@ -150,11 +150,7 @@ def _tensor(index: int, row: Any) -> TraceTensor:
     missing = [key for key in needed if key not in instance(place, row, dict)]
     if missing:
         raise ValueError(f"{place}: missing {', '.join(missing)}")
-    numel = row["numel"]
-    if isinstance(numel, bool) or not isinstance(numel, int) or not 0 <= numel <= MAX_NUMEL:
-        raise ValueError(
-            f"{place}.numel: expected a whole number from 0 to 2**53, found {str(numel)[:40]}"
-        )
+    numel = whole(f"{place}.numel", row["numel"], 0, MAX_NUMEL)
     try:
         return TraceTensor(
             TensorSpec(str(row["name"]), (numel,), str(row.get("dtype", "float32"))),

@@ -106,11 +106,10 @@ class TestAllocations:
             {"SLURM_JOB_NODELIST": "n[1-x]"},
             {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2,2"},
             {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "two"},
-            {"LSB_MCPU_HOSTS": "a 4 b"},
         ],
     )
     def test_what_cannot_be_read_is_said(self, granted: dict[str, str]) -> None:
-        with pytest.raises(ValueError, match=r"node|Slurm|LSB_MCPU_HOSTS"):
+        with pytest.raises(ValueError, match=r"node|Slurm"):
             allocation(granted)
 
     def test_pbs_lsf_and_grid_engine(self, tmp_path: Path) -> None:
@@ -119,7 +118,6 @@ class TestAllocations:
         hosts = (Host("a", 2), Host("b", 1))
         assert allocation({"PBS_NODEFILE": str(nodes)}) == Allocation("PBS", hosts)
         assert allocation({"LSB_DJOB_HOSTFILE": str(nodes)}) == Allocation("LSF", hosts)
-        assert allocation({"LSB_MCPU_HOSTS": "a 2 b 1"}) == Allocation("LSF", hosts)
         nodes.write_text("a 2 all.q@a UNDEFINED\nb 1 all.q@b UNDEFINED\n")
         assert allocation({"PE_HOSTFILE": str(nodes)}) == Allocation("Grid Engine", hosts)
 

@@ -40,7 +40,10 @@ def test_backward_order_is_the_reverse_of_forward_order() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"numel": -1}, "tensors[0].numel: expected a whole number from 0 to 2**53, found -1"),
+        (
+            {"numel": -1},
+            "tensors[0].numel: expected a whole number from 0 to",
+        ),
         ({"numel": 2.5}, "tensors[0].numel: expected a whole number"),
         ({"numel": 10**30}, "tensors[0].numel: expected a whole number"),
         ({"numel": True}, "tensors[0].numel: expected a whole number"),
