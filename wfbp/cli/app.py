@@ -21,7 +21,6 @@ COMMANDS = (
     "doctor",
     "plan",
     "simulate",
-    "traces",
     "probe",
     "report",
     "timeline",

@@ -23,6 +23,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 EXAMPLES = Path(__file__).parent / "examples"
 EXAMPLE_TRACES = EXAMPLES / "traces"
 EXAMPLE_COSTS = EXAMPLES / "costs"
+NAMES = (
+    f"Example traces: {', '.join(sorted(path.stem for path in EXAMPLE_TRACES.glob('*.json')))}. "
+    f"Example costs: {', '.join(sorted(path.stem for path in EXAMPLE_COSTS.glob('*.json')))}."
+)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 

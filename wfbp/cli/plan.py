@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import best, json_option, load, model_arguments, schedules
+from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedules
 from wfbp.cli.reasons import reasons
 from wfbp.cli.run_files import BELOW_BOUND, Run
 from wfbp.cli.tables import milliseconds, print_table, size
@@ -17,7 +17,7 @@ from wfbp.core.timeline import IterationForecast, timeline
 from wfbp.core.trace import Trace
 
 
-@click.command("plan", short_help="Predict one iteration, by one schedule or by all.")
+@click.command("plan", short_help="Predict one iteration, by one schedule or by all.", epilog=NAMES)
 @model_arguments
 @click.option(
     "--schedule",
@@ -48,8 +48,8 @@ def command(
 ) -> None:
     """Plan the messages of one training step and predict the iteration.
 
-    TRACE holds a model's tensors and compute times: a file (wfbp-trace/1), an example (wfbp traces
-    lists them), or the directory of a recorded run (WFBP_RECORD), which also has costs. Times
+    TRACE holds a model's tensors and compute times: a file (wfbp-trace/1), an example (below),
+    or the directory of a recorded run (WFBP_RECORD), which also has costs. Times
     of groups count from the start of backward; T/LB is the iteration over the lower bound of all
     schedules.
     """

@@ -8,13 +8,7 @@ from dataclasses import asdict
 
 import click
 
-from wfbp.cli.inputs import (
-    best,
-    json_option,
-    load,
-    model_arguments,
-    schedules,
-)
+from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedules
 from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.cost import Costs
@@ -34,7 +28,9 @@ def _counts(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
     return sorted({kind(part, param, ctx) for part in text.split(",")})
 
 
-@click.command("simulate", short_help="Predict the iteration time for other numbers of workers.")
+@click.command(
+    "simulate", short_help="Predict the iteration time for other numbers of workers.", epilog=NAMES
+)
 @model_arguments
 @click.option(
     "--workers",
@@ -92,7 +88,7 @@ def command(
 ) -> None:
     """Predict the iteration on other numbers of workers, with the same batch per worker.
 
-    TRACE and COST are files, examples (wfbp traces), or one directory of a recorded run for both.
+    TRACE and COST are files, examples (below), or one directory of a recorded run for both.
     The algorithm's cost model turns COST into the cost of one link, and that into costs for every
     number of workers. Measured curves become lines for numbers that were not measured.
     """

@@ -44,7 +44,6 @@ def test_no_command_shows_the_help() -> None:
         (("simulate", "no", "--cost", "no"), "wfbp simulate: error: no: no such file"),
         (("report", "no"), "wfbp report: error: no: no such directory"),
         (("timeline", "no"), "wfbp timeline: error: Invalid value"),
-        (("traces", "no"), "wfbp traces: error: 'no' is not known; known are "),
         (("doctor", "-H", "a:b"), "wfbp doctor: error: 'a:b' in 'a:b' is not HOST or HOST:SLOTS"),
         (("run", "-n", "2", "no.py"), "wfbp run: error: no.py: no such file in"),
         (("run", "--hostfile", "no", "true"), "wfbp run: error: no: No such file"),

@@ -45,14 +45,6 @@ def test_a_plan_keeps_its_columns_and_reasons(terminal: Terminal, tmp_path: Path
     assert re.search(r" 4 +all_gather +conv1\.0 .* 0\.468 +leaves when forward", text)
 
 
-def test_traces_in_a_narrow_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    text = shown(terminal, "traces")
-    assert text.splitlines()[0] == "Example traces; compute in ms, without communication"
-    assert re.search(r"name +model +tensors", text)
-    assert " 97.5 MiB" in text
-
-
 def test_a_wide_table_stays_whole_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     columns = [f"heading {k}" for k in range(40)]
     print_table("title", columns, [[str(k) for k in range(40)]])
