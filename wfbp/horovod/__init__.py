@@ -82,7 +82,9 @@ def _contents() -> dict[str, Mapping[str, Any]]:
         "horovod.common": {},
         "horovod.torch": names,
         "horovod.torch.elastic": {**names, **elastic_names, "run": elastic.run},
-        "horovod.torch.compression": vars(compression),
+        "horovod.torch.compression": {
+            name: value for name, value in vars(compression).items() if not name.startswith("_")
+        },
         "horovod.torch.optimizer": {**names, "_DistributedOptimizer": _OptimizerClass},
         "horovod.common.util": {**names, **_util()},
         **{f"horovod.common.{name}": {**names, **errors} for name in _COMMON},

@@ -26,6 +26,7 @@ INSTEAD = {
     "PartialDistributedOptimizer": "pass DistributedOptimizer the parameters to be averaged",
     "_DistributedAdasumOptimizer": "use DistributedOptimizer(op=Adasum)",
     "_DistributedOptimizer": "call DistributedOptimizer, which returns a DistributedOptimizerBase",
+    "mpi_lib": "there is no library of that kind; use the functions of wfbp.torch",
     # horovod.torch.elastic
     "ObjectState": _STATE,
     "State": _STATE,
