@@ -24,9 +24,8 @@ COMMANDS = (
     "probe",
     "report",
     "timeline",
-    "bench",
 )
-_ON_RANKS = ("wfbp probe", "wfbp bench")
+_ON_RANKS = ("wfbp probe",)
 """Commands that mpirun starts on every rank."""
 BAD_INPUT = 2
 FAILURE = 1
