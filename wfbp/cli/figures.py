@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.cli.reasons import reasons
+from wfbp.cli.plan import reasons
 from wfbp.cli.run_files import RankRun, Run
 from wfbp.cli.tables import size
 from wfbp.core.cost import CostModel, Costs, PiecewiseCost

@@ -9,12 +9,14 @@ from typing import Any
 import click
 
 from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedules
-from wfbp.cli.reasons import reasons
 from wfbp.cli.run_files import BELOW_BOUND, Run
 from wfbp.cli.tables import milliseconds, print_table, size
 from wfbp.core.planners import PLANNERS, RECOMMENDED, plan
 from wfbp.core.timeline import IterationForecast, timeline
 from wfbp.core.trace import Trace
+from wfbp.core.types import Phase
+
+_SAME = 1e-9  # relative; rounding may differ by as much
 
 
 @click.command("plan", short_help="Predict one iteration, by one schedule or by all.", epilog=NAMES)
@@ -146,6 +148,24 @@ def _print_all(
         about_bound,
         first,
     )
+
+
+def reasons(predicted: IterationForecast) -> list[str]:
+    """The reason for the start of each group, and what waits for it, a line for people."""
+    plan = predicted.plan
+    same_s = _SAME * predicted.iteration_s
+    told = []
+    for group, at in zip(plan.groups, predicted.groups, strict=True):
+        waited_s = at.start_s - at.ready_s
+        if waited_s > same_s:
+            why = f"waits {waited_s * 1e3:,.3f} ms for the channel"
+        elif group.phase is Phase.BACKWARD:
+            why = f"leaves when {plan.tensors[min(group.tensors)].name} is ready"
+        else:
+            why = "leaves when forward starts"
+        exposed = at.exposed_s > same_s
+        told.append(f"{why}; {f'{at.exposed_s * 1e3:,.3f} ms exposed' if exposed else 'hidden'}")
+    return told
 
 
 def _about_bound(bound_s: float, run: Run | None) -> list[str]:

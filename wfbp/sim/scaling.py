@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from wfbp.core.checks import one_of
 from wfbp.core.cost import CostModel, Costs, LinearCost, PiecewiseCost
 from wfbp.core.fit import fit_linear
 from wfbp.core.types import Operation
@@ -120,9 +121,7 @@ def scale(
         >>> scale(scale(link, 16), 64, measured_on=16) == scale(link, 64)
         True
     """
-    if algorithm not in ALGORITHMS:
-        known = ", ".join(ALGORITHMS)
-        raise ValueError(f"algorithm {algorithm!r} is not known; known are {known}")
+    one_of("algorithm", algorithm, ALGORITHMS)
     if workers < 1:
         raise ValueError(f"workers: expected at least 1, found {workers}")
     if (algorithm == "hierarchical") is not (node is not None):

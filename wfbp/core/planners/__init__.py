@@ -117,7 +117,4 @@ def plan(schedule: str, trace: Trace, costs: Costs, **options: Any) -> Plan:
         >>> plan("oasr", Trace.uniform("w", 9, 1.0, 2.0), Costs(LinearCost(1e-3, 1e-9))).schedule
         'oasr'
     """
-    if schedule not in PLANNERS:
-        known = ", ".join(PLANNERS)
-        raise ValueError(f"schedule {schedule!r} is not known; known are {known}")
-    return PLANNERS[schedule].planner(trace, costs, **options)
+    return PLANNERS[one_of("schedule", schedule, tuple(PLANNERS))].planner(trace, costs, **options)
