@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -56,6 +57,12 @@ def whole(place: str, value: Any, least: int, most: float = math.inf) -> int:
         limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
         raise ValueError(f"{place}: expected a whole number {limits}, found {str(value)[:40]}")
     return value
+
+
+def unique(place: str, names: Sequence[str]) -> None:
+    """Raise ``ValueError`` if a name is there twice."""
+    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
+        raise ValueError(f"{place}: names must be unique; found twice: {', '.join(twice)}")
 
 
 def read_json(path: str | Path, parse: Callable[[Any], T]) -> T:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from wfbp.core.checks import check_format, instance, number, read_json, whole
+from wfbp.core.checks import check_format, instance, number, read_json, unique, whole
 from wfbp.core.types import TensorSpec
 
 FORMAT = "wfbp-trace/1"
@@ -59,10 +58,7 @@ class Trace:
     def __post_init__(self) -> None:
         if not self.tensors:
             raise ValueError(f"trace {self.model!r} has no tensors")
-        names = [t.spec.name for t in self.tensors]
-        if len(set(names)) != len(names):
-            twice = sorted(name for name, times in Counter(names).items() if times > 1)
-            raise ValueError(f"trace {self.model!r}: names found twice: {', '.join(twice)}")
+        unique(f"trace {self.model!r}", [t.spec.name for t in self.tensors])
         number(f"trace {self.model!r}: other_s", self.other_s)
 
     def updated_when_read(self, update_s: float) -> Trace:

@@ -169,7 +169,7 @@ BAD_FIELDS = [
     ("backward_s", int(HUGE), "tensors[1]: backward_s"),
     ("dtype", "float7", "tensors[1]: dtype 'float7'"),
     ("dtype", ["float32"], "tensors[1]: dtype"),
-    ("name", "first", "names found twice: first"),
+    ("name", "first", "found twice: first"),
     ("name", "first\nline", None),
 ]
 
@@ -308,7 +308,7 @@ def test_the_bad_line_stays_one_line(tmp_path: Path) -> None:
     for row in trace["tensors"]:
         row["name"] = "two\nlines"
     path = write(tmp_path / "trace.json", trace)
-    assert_refused(wfbp("plan", path, "--cost", cost_file(tmp_path)), "names found twice")
+    assert_refused(wfbp("plan", path, "--cost", cost_file(tmp_path)), "found twice")
 
 
 def test_help_and_the_reference_recommend_the_same_schedules() -> None:

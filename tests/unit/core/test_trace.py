@@ -75,7 +75,7 @@ def test_bad_tensors_are_named_in_one_line(
         ({"format": "wfbp-trace/1", "tensors": []}, "has no tensors"),
         ({"format": "wfbp-trace/1", "tensors": [3]}, r"tensors\[0\]: expected an object"),
         ({"format": "wfbp-trace/1", "tensors": [{"name": "w"}]}, r"tensors\[0\]: missing numel, f"),
-        ({"format": "wfbp-trace/1", "tensors": [ROW, ROW]}, "names found twice: w"),
+        ({"format": "wfbp-trace/1", "tensors": [ROW, ROW]}, "found twice: w"),
         ({"format": "wfbp-trace/1", "tensors": [ROW], "other_s": "x"}, "other_s: expected a numbe"),
         ({"format": "wfbp-trace/1", "tensors": [ROW], "other_s": -1}, "other_s: expected a finite"),
     ],

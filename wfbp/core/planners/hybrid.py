@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from wfbp.core.checks import number
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.coarsening import even_progress, spread_boundaries
@@ -15,7 +16,6 @@ from wfbp.core.planners.optimum import (
     PRECISION,
     ROUNDING,
     TOLERANCE,
-    check_tolerance,
     fewest,
     finish_s,
     optimum,
@@ -205,7 +205,7 @@ def hybrid(
     Returns the fewest groups within the relative ``tolerance`` that are no slower than the plan of
     any of ``rivals``, the other planners.
     """
-    check_tolerance(tolerance)
+    number("tolerance", tolerance)
     partition_optimizer = PartitionOptimizer(trace, costs)
     num_tensors = len(trace.tensors)
     candidates = [
