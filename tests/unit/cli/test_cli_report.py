@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,15 @@ def test_the_page_goes_where_it_is_told(tmp_path: Path) -> None:
     assert target.read_text().startswith("<!DOCTYPE html>")
     nowhere = tmp_path / "missing" / "page.html"
     assert_refused(wfbp("report", tmp_path / "run", "--output", nowhere), str(nowhere))
+
+
+def test_without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    monkeypatch.delitem(sys.modules, "wfbp.cli.figures")
+    monkeypatch.delattr("wfbp.cli.figures")
+    told = wfbp("report", record(tmp_path))
+    assert (told.code, told.out) == (1, "")
+    assert "pip install 'wfbp[report]'" in told.err
 
 
 # What is wrong, and where.
