@@ -107,9 +107,8 @@ def _joined(name: str, rows: Sequence[tuple[Path, int, RankRun]]) -> Run:
 
 def _document(data: Any) -> tuple[str, int, RankRun]:
     check_format("a recorded run", data, FORMAT)
-    size, rank = whole("size", data.get("size"), 1), whole("rank", data.get("rank"), 0)
-    if rank >= size:
-        raise ValueError(f"rank: {rank} of {size} ranks")
+    size = whole("size", data.get("size"), 1)
+    rank = whole("rank", data.get("rank"), 0, size - 1)
     report = instance("report", data.get("report"), dict)
     about = instance("about", data.get("about", {}), dict)
     versions = instance("about.versions", about.get("versions", {}), dict)
@@ -147,9 +146,8 @@ def _iteration(place: str, row: Any, plan: Plan) -> dict[str, Any]:
     groups = []
     for i, stamps in enumerate(instance(f"{place}.groups", row.get("groups"), list)):
         where = f"{place}.groups[{i}]"
-        group = whole(f"{where}.group", instance(where, stamps, dict).get("group"), 0)
-        if group >= len(plan.groups):
-            raise ValueError(f"{where}.group: {group} of {len(plan.groups)} groups of the plan")
+        last = len(plan.groups) - 1
+        group = whole(f"{where}.group", instance(where, stamps, dict).get("group"), 0, last)
         times = {k: number(f"{where}.{k}", stamps.get(k)) for k in ("start_s", "packed_s", "end_s")}
         groups.append({"group": group, **times})
     return {

@@ -293,7 +293,7 @@ def change(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
 
 BAD: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (change("format", to="wfbp-plan/1"), "expected format 'wfbp-run/1', found 'wfbp-plan/1'"),
-    (change("rank", to=2), "rank: 2 of 2 ranks"),
+    (change("rank", to=2), "rank: expected a whole number from 0 to 1, found 2"),
     (change("rank", to=-1), "rank: expected a whole number"),
     (change("size", to=0), "size: expected a whole number"),
     (change("size", to=True), "size: expected a whole number"),
@@ -319,7 +319,10 @@ BAD: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (change("iterations", 1, "done_s", to=None), "iterations[1].done_s"),
     (change("iterations", 1, "ready_s", to=[1]), "iterations[1].ready_s: 1 times for 12 tensors"),
     (change("iterations", 1, "ready_s", 0, to=-1), "iterations[1].ready_s[0]"),
-    (change("iterations", 1, "groups", 0, "group", to=99), "iterations[1].groups[0].group: 99"),
+    (
+        change("iterations", 1, "groups", 0, "group", to=99),
+        "iterations[1].groups[0].group: expected",
+    ),
     (change("iterations", 1, "groups", 0, "end_s", to="x"), "iterations[1].groups[0].end_s"),
 ]
 
