@@ -4,30 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = [
-    "INSTRUCTIONS",
-    "PackTable",
-    "Transfer",
-    "Transfers",
-    "any_reached",
-    "copy",
-    "reduce_shards",
-    "scale",
-    "use_threads",
-]
-
 try:
-    from wfbp._native import (
-        INSTRUCTIONS,
-        PackTable,
-        Transfer,
-        Transfers,
-        any_reached,
-        copy,
-        reduce_shards,
-        scale,
-        use_threads,
-    )
+    from wfbp._native import *  # noqa: F403
 except ImportError as error:
     _SOURCES = Path(__file__).resolve().parents[1]
     raise ImportError(

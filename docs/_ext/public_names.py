@@ -29,7 +29,6 @@ MODULES = (
     "wfbp.core.timeline",
     "wfbp.core.trace",
     "wfbp.sim.scaling",
-    "wfbp.sim.simulate",
     "wfbp.sim.sweep",
 )
 

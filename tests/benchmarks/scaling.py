@@ -34,7 +34,7 @@ FAST = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep; ``--json`` writes one object instead of tables."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks scaling", description=__doc__)
-    parser.add_argument("--trace", type=Path, action="append", help="default: all of wfbp traces")
+    parser.add_argument("--trace", type=Path, action="append", help="default: all examples")
     parser.add_argument("--clusters", type=Path, default=DATA / "clusters.json")
     parser.add_argument("--cluster", default="10GbE-16", help="a name in it (default 10GbE-16)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring")

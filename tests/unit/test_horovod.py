@@ -43,24 +43,12 @@ def test_processes_that_a_program_spawns_find_the_stand_in(tmp_path: Path) -> No
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
-    """One line; what a program itself fails to import is its own error."""
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/__init__.py").write_text("import no_such_dependency")
-    for arguments, reason in (
-        (["nosuch.py"], f"nosuch.py: no such file in {tmp_path}"),
-        (["-m", "nosuch"], "-m nosuch: no such module"),
-        (["-m", "nosuch.train"], "-m nosuch.train: no such module"),
-        (["-m", "package.train"], "-m package.train: no such module"),
-    ):
-        run = stand_in(arguments, tmp_path)
-        assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1), run
-        assert run.stderr.startswith(f"python -m wfbp.horovod: error: {reason}"), run
-    run = stand_in(["-m", "broken.train"], tmp_path)
+    run = stand_in(["nosuch.py"], tmp_path)
+    told = f"python -m wfbp.horovod: nosuch.py: no such file in {tmp_path}\n"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", told), run
+    run = stand_in(["-m", "nosuch.train"], tmp_path)
     assert run.returncode == 1, run
-    assert "No module named 'no_such_dependency'" in run.stderr, run
+    assert "No module named 'nosuch'" in run.stderr, run
 
 
 def stand_in(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -21,13 +21,11 @@ COMMANDS = (
     "doctor",
     "plan",
     "simulate",
-    "traces",
     "probe",
     "report",
     "timeline",
-    "bench",
 )
-_ON_RANKS = ("wfbp probe", "wfbp bench")
+_ON_RANKS = ("wfbp probe",)
 """Commands that mpirun starts on every rank."""
 BAD_INPUT = 2
 FAILURE = 1
@@ -96,16 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _leave(words: Sequence[str], message: str, code: int) -> None:
-    """Exit after one line on stderr that begins with the command, as ``wfbp bench comm``."""
-    where = "wfbp"
-    command: click.Command | None = wfbp
-    context = click.Context(wfbp, resilient_parsing=True)
-    for word in words:
-        command = command.get_command(context, word) if isinstance(command, click.Group) else None
-        if command is None:
-            break
-        where += f" {word}"
-    if where.startswith(_ON_RANKS) and number(RANK, os.environ):
+    """Exit after one line on stderr that begins with the command, as ``wfbp plan``."""
+    where = f"wfbp {words[0]}" if words and words[0] in COMMANDS else "wfbp"
+    if where in _ON_RANKS and number(RANK, os.environ):
         sys.exit(code)  # all ranks have the same command line, and rank 0 reports the error
     click.echo(f"{where}: error: {' '.join(message.split())}", err=True)
     sys.exit(code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from wfbp.core.checks import read_json
+from wfbp.core.checks import read_json, whole
 from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace
-from wfbp.core.types import Operation
 
 if TYPE_CHECKING:
     from wfbp.cli.run_files import Run
@@ -25,6 +23,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 EXAMPLES = Path(__file__).parent / "examples"
 EXAMPLE_TRACES = EXAMPLES / "traces"
 EXAMPLE_COSTS = EXAMPLES / "costs"
+NAMES = (
+    f"Example traces: {', '.join(sorted(path.stem for path in EXAMPLE_TRACES.glob('*.json')))}. "
+    f"Example costs: {', '.join(sorted(path.stem for path in EXAMPLE_COSTS.glob('*.json')))}."
+)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
@@ -42,27 +44,6 @@ def model_arguments(function: F) -> F:
     return click.argument("trace", metavar="TRACE")(cost(optimizer(function)))
 
 
-def integers(least: int, most: int | None = None) -> click.IntRange:
-    """Whole numbers within limits, as the type of an option."""
-    kind = click.IntRange(least, most)
-    kind.name = "integer"  # in messages: "'two' is not a valid integer"
-    return kind
-
-
-class FiniteRange(click.FloatRange):
-    """A number within limits; NaN is within none."""
-
-    name = "number"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number", param, ctx)
-        return number
-
-
 def schedules(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, ...]:
     """Names of schedules, separated by commas, or ``all``: the callback of an option."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
@@ -75,12 +56,12 @@ def schedules(ctx: click.Context, param: click.Parameter, text: str) -> tuple[st
 
 
 def load(
-    trace: str, cost: str | None, optimizer: str | None, factor: float = 1.0
+    trace: str, cost: str | None, optimizer: str | None
 ) -> tuple[Trace, Costs, int | None, Run | None]:
     """A trace, costs, how many ranks measured these, and the run, if they are of a recorded one.
 
     ``trace`` and ``cost`` name files or examples. ``trace`` may also name the directory of a run,
-    which has its own costs. Costs may later be scaled by ``factor``.
+    which has its own costs.
     """
     run: Run | None = None
     if Path(trace).is_dir():
@@ -98,7 +79,6 @@ def load(
             )
     if cost is not None:
         costs, measured_on = read_json(_file(cost, EXAMPLE_COSTS), _costs_and_ranks)
-    check_sums(trace, cost or trace, model, costs, factor)
     return model, costs, measured_on, run
 
 
@@ -120,9 +100,7 @@ def _costs_and_ranks(document: Any) -> tuple[Costs, int | None]:
     """The costs of a document, and the number of ranks that measured them, if it has that."""
     costs = Costs.from_json(document)
     num_ranks = document.get("num_ranks")
-    if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
-        raise ValueError(f"num_ranks: expected a whole number from 2, found {num_ranks!r}")
-    return costs, num_ranks
+    return costs, None if num_ranks is None else whole("num_ranks", num_ranks, 2)
 
 
 def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
@@ -146,23 +124,6 @@ def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
         )
     trace = replace(first.trace, model=first.about["model"] or first.trace.model)
     return runs[name], trace, first.costs
-
-
-LARGEST_S = 1e290
-"""Sums of larger times may overflow."""
-
-
-def check_sums(trace: str, cost: str, model: Trace, costs: Costs, factor: float = 1.0) -> None:
-    """Raise ``ValueError``, naming the files, if scaled times may overflow when added."""
-    nbytes = float(sum(model.backward_bytes))
-    slowest_s = max(costs.of(operation)(nbytes) for operation in Operation)
-    if not slowest_s * len(model.tensors) * factor * (1.0 + costs.kappa) < LARGEST_S:
-        raise ValueError(
-            f"{cost}: costs are too large: all bytes in one message take {slowest_s:g} s"
-        )
-    compute_s = model.forward_s + model.backward_s + model.other_s
-    if not compute_s < LARGEST_S:
-        raise ValueError(f"{trace}: times are too large: an iteration computes {compute_s:g} s")
 
 
 def best(iterations_s: Sequence[float], num_groups: Sequence[int]) -> int:

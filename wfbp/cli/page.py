@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from wfbp.cli.figures import Figure
-
-_LONG = 60  # a fact of more letters has its own row
+from plotly.offline import get_plotlyjs
 
 
 class Chapter(NamedTuple):
     """Figures of one subject; the verdict is the main result in one sentence.
 
-    Sections are a heading, one or two sentences that explain the figure, and the figure.
+    Sections are a heading, one or two sentences that explain the figure, and Plotly's figure.
     """
 
     heading: str = ""
     verdict: str = ""
     facts: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
-    sections: Sequence[tuple[str, str, Figure]] = ()
-
-
-def library() -> str:
-    """The source of the script that draws the figures."""
-    return Path(__file__).with_name("plot.js").read_text(encoding="utf-8")
+    sections: Sequence[tuple[str, str, Any]] = ()
 
 
 def write_page(path: str, title: str, chapters: Sequence[Chapter]) -> None:
     """Write an HTML page, replacing the file; all text is escaped."""
-    figures: dict[str, Figure] = {}
-    body = "\n".join(_chapter(chapter, figures) for chapter in chapters)
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     text = Template(template).substitute(
-        title=html.escape(title),
-        body=body,
-        library=library(),
-        # "</script>" in a name would end the script; "<!--" would swallow what follows.
-        figures=json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
+        title=escape(title),
+        library=get_plotlyjs(),
+        body="\n".join(part for chapter in chapters for part in _parts(chapter)),
     )
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -50,23 +38,13 @@ def write_page(path: str, title: str, chapters: Sequence[Chapter]) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _chapter(chapter: Chapter, figures: dict[str, Figure]) -> str:
-    parts = [f"<h2>{html.escape(chapter.heading)}</h2>"] if chapter.heading else []
-    if chapter.verdict:
-        parts.append(f'<p class="verdict">{html.escape(chapter.verdict)}</p>')
-    if chapter.facts:
-        cells = (
-            f"<div{' class=wide' if len(value) > _LONG else ''}>"
-            f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
-            for name, value in chapter.facts
-        )
-        parts.append(f"<dl>{''.join(cells)}</dl>")
-    parts += [f'<p class="note">{html.escape(note)}</p>' for note in chapter.notes]
+def _parts(chapter: Chapter) -> list[str]:
+    parts = [f"<h2>{escape(chapter.heading)}</h2>", f"<p><b>{escape(chapter.verdict)}</b></p>"]
+    rows = (f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in chapter.facts)
+    parts += ["<table>", *rows, "</table>"]
+    parts += [f"<p>{escape(note)}</p>" for note in chapter.notes]
     for heading, explanation, figure in chapter.sections:
-        key = f"figure{len(figures)}"
-        figures[key] = figure
-        parts.append(
-            f"<section><h3>{html.escape(heading)}</h3><p>{html.escape(explanation)}</p>"
-            f'<div class="figure" id="{key}"></div></section>'
-        )
-    return "\n".join(parts)
+        parts += [f"<h3>{escape(heading)}</h3>", f"<p>{escape(explanation)}</p>"]
+        settings = {"responsive": True, "displaylogo": False}
+        parts.append(figure.to_html(settings, full_html=False, include_plotlyjs=False))
+    return parts

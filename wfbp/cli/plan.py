@@ -8,17 +8,18 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import best, integers, json_option, load, model_arguments, schedules
-from wfbp.cli.reasons import reasons
+from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedules
 from wfbp.cli.run_files import BELOW_BOUND, Run
 from wfbp.cli.tables import milliseconds, print_table, size
-from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS, RECOMMENDED, plan
 from wfbp.core.timeline import IterationForecast, timeline
 from wfbp.core.trace import Trace
+from wfbp.core.types import Phase
+
+_SAME = 1e-9  # relative; rounding may differ by as much
 
 
-@click.command("plan", short_help="Predict one iteration, by one schedule or by all.")
+@click.command("plan", short_help="Predict one iteration, by one schedule or by all.", epilog=NAMES)
 @model_arguments
 @click.option(
     "--schedule",
@@ -31,10 +32,12 @@ from wfbp.core.trace import Trace
 )
 @click.option(
     "--threshold-bytes",
-    type=integers(1),
+    type=click.IntRange(1),
     help="Group size of the schedule 'threshold' [default: 25 MiB].",
 )
-@click.option("--rows", type=integers(0), default=40, help="Groups to list at most; 0 for all.")
+@click.option(
+    "--rows", type=click.IntRange(0), default=40, help="Groups to list at most; 0 for all."
+)
 @json_option
 def command(
     trace: str,
@@ -47,8 +50,8 @@ def command(
 ) -> None:
     """Plan the messages of one training step and predict the iteration.
 
-    TRACE holds a model's tensors and compute times: a file (wfbp-trace/1), an example (wfbp traces
-    lists them), or the directory of a recorded run (WFBP_RECORD), which also has costs. Times
+    TRACE holds a model's tensors and compute times: a file (wfbp-trace/1), an example (below),
+    or the directory of a recorded run (WFBP_RECORD), which also has costs. Times
     of groups count from the start of backward; T/LB is the iteration over the lower bound of all
     schedules.
     """
@@ -71,7 +74,7 @@ def command(
         }
         click.echo(json.dumps(told[0] if len(told) == 1 else comparison, indent=1, allow_nan=False))
     elif len(results) == 1:
-        _print_one(results[0], model, costs, rows, _about_bound(results[0].lower_bound_s, run))
+        _print_one(results[0], model, rows, _about_bound(results[0].lower_bound_s, run))
     else:
         _print_all(results, model, first, _about_bound(results[0].lower_bound_s, run))
 
@@ -97,15 +100,15 @@ def _document(result: IterationForecast) -> dict[str, Any]:
 
 
 def _print_one(
-    result: IterationForecast, trace: Trace, costs: Costs, rows: int, about_bound: Sequence[str]
+    result: IterationForecast, trace: Trace, rows: int, about_bound: Sequence[str]
 ) -> None:
     groups, tensors = result.plan.groups, result.plan.tensors
     cells = []
-    for index, (exposed_s, why) in enumerate(reasons(result, trace, costs)):
+    for index, why in enumerate(reasons(result)):
         group, at = groups[index], result.groups[index]
         first, last = (tensors[group.tensors[k]].name for k in (0, -1))
         members = f"{len(group.tensors)}: {first} ... {last}" if len(group.tensors) > 1 else first
-        times = map(milliseconds, (at.start_s, at.end_s, exposed_s))
+        times = map(milliseconds, (at.start_s, at.end_s, at.exposed_s))
         cells.append((str(index), group.operation.value, members, size(at.nbytes), *times, why))
     left = len(cells) - rows if rows else 0
     print_table(
@@ -145,6 +148,24 @@ def _print_all(
         about_bound,
         first,
     )
+
+
+def reasons(predicted: IterationForecast) -> list[str]:
+    """The reason for the start of each group, and what waits for it, a line for people."""
+    plan = predicted.plan
+    same_s = _SAME * predicted.iteration_s
+    told = []
+    for group, at in zip(plan.groups, predicted.groups, strict=True):
+        waited_s = at.start_s - at.ready_s
+        if waited_s > same_s:
+            why = f"waits {waited_s * 1e3:,.3f} ms for the channel"
+        elif group.phase is Phase.BACKWARD:
+            why = f"leaves when {plan.tensors[min(group.tensors)].name} is ready"
+        else:
+            why = "leaves when forward starts"
+        exposed = at.exposed_s > same_s
+        told.append(f"{why}; {f'{at.exposed_s * 1e3:,.3f} ms exposed' if exposed else 'hidden'}")
+    return told
 
 
 def _about_bound(bound_s: float, run: Run | None) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from wfbp.cli.inputs import FiniteRange, json_option
+from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import print_table, size
 from wfbp.config import Config, num_bytes
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
@@ -47,7 +47,7 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
     help="Largest message; ideally the size of the model's gradients.",
 )
 @click.option(
-    "--seconds", type=FiniteRange(0.0, 3600.0), default=6.0, help="Approximate time to spend."
+    "--seconds", type=click.FloatRange(0.0, 3600.0), default=6.0, help="Approximate time to spend."
 )
 @click.option(
     "--output",
@@ -72,7 +72,7 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
         raise click.UsageError(
             "a measurement needs at least two ranks; start it as: mpirun -np N wfbp probe"
         )
-    _on_rank_0(backend, lambda: _check_writeable(output, plot))
+    _on_rank_0(backend, lambda: _check_outputs(output, plot))
     try:
         curves = measure(backend, max_bytes, seconds)
     except Exception as error:
@@ -124,9 +124,11 @@ def _on_rank_0(backend: Backend, act: Callable[[], None]) -> None:
         raise failure or SystemExit(0)  # rank 0 sets the job's exit code
 
 
-def _check_writeable(*paths: str | None) -> None:
+def _check_outputs(output: str, plot: str | None) -> None:
     """Check that files can be written later, without creating them."""
-    for path in filter(None, paths):
+    if plot is not None:
+        import wfbp.cli.figures  # noqa: F401 - raises if its extra is missing
+    for path in filter(None, (output, plot)):
         file = Path(path).absolute()
         if not file.parent.is_dir():
             raise ValueError(f"{path}: no such directory: {file.parent}")

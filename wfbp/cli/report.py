@@ -5,19 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from wfbp.cli import figures
-from wfbp.cli.inputs import check_sums
-from wfbp.cli.page import Chapter, write_page
 from wfbp.cli.run_files import BELOW_BOUND, Run, load_runs
 from wfbp.cli.tables import milliseconds, size
 from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import IterationForecast, timeline
 from wfbp.runtime.tuning.candidates import reordered
+
+if TYPE_CHECKING:
+    from wfbp.cli.page import Chapter
 
 PAGE = "report.html"
 NOTHING_TO_GAIN = 1.05
@@ -48,6 +48,8 @@ def command(run_dir: str, output: str | None) -> None:
     network's cost curve, and predictions of every schedule.
     """
     chapters = [chapter(run) for run in load_runs(run_dir)]
+    from wfbp.cli.page import write_page
+
     target = str(Path(run_dir) / PAGE) if output is None else output
     write_page(target, f"wfbp run {Path(run_dir).resolve().name}", chapters)
     click.echo(target)
@@ -55,13 +57,14 @@ def command(run_dir: str, output: str | None) -> None:
 
 def chapter(run: Run) -> Chapter:
     """All figures of one optimizer."""
+    from wfbp.cli import figures  # first: it says that Plotly is missing
+    from wfbp.cli.page import Chapter
+
     first = run.ranks[0]
     trace, costs = first.trace, first.costs
     predicted: IterationForecast | None = None
     every: list[IterationForecast] = []
     if trace is not None and costs is not None:
-        where = f"{run.name}, rank {first.rank}"
-        check_sums(f"{where}: trace", f"{where}: costs", trace, costs)
         predicted = timeline(reordered(first.plan, trace), trace, costs)
         every = [timeline(plan(name, trace, costs), trace, costs) for name in PLANNERS]
     sections = []

@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import FiniteRange, integers
 from wfbp.config import Config
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program, slurm_command
@@ -29,6 +28,7 @@ from wfbp.launcher.hosts import (
     read_hostfile,
 )
 from wfbp.launcher.mpi import find_library, find_mpi
+from wfbp.launcher.rank import REMEDY
 
 CHECK_S = 10
 """Seconds within which a host must answer."""
@@ -42,7 +42,7 @@ CHECK_S = 10
     "-n",
     "-np",
     "--num-ranks",
-    type=integers(1),
+    type=click.IntRange(1),
     help="Number of ranks; by default all slots of the allocation or of the given hosts.",
 )
 @click.option("-H", "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
@@ -86,7 +86,7 @@ CHECK_S = 10
 @click.option(
     "--wait",
     "wait_s",
-    type=FiniteRange(0.0),
+    type=click.FloatRange(0.0),
     default=0.0,
     metavar="SECONDS",
     help="Seconds to wait for hosts that are still starting.",
@@ -136,8 +136,6 @@ def command(program: tuple[str, ...], **options: Any) -> None:
             check_hosts(spec.placed(), granted, spec.remote_shell or "ssh", given.wait_s)
         if not spec.is_remote:
             _check_program(program, environment.get("PATH"))
-            if given.output:
-                _check_output(given.output)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -191,35 +189,13 @@ def _variables(texts: Sequence[str], environment: dict[str, str]) -> dict[str, s
 
 def _check_program(program: Sequence[str], path: str | None) -> None:
     """Raise ``click.UsageError`` if a program cannot run here, before every rank complains."""
-    words = list(program)
-    name = words[0]
-    if name in ("python", "python3"):
-        words = words[1:2]
-    elif not name.endswith(".py") and shutil.which(name, path=path) is None:
-        reason = "it may not be executed; for a file of Python, put python before it"
-        if os.sep not in name:
-            reason = "no folder of PATH has it; name a program, its path, or a file that ends in "
-            reason += ".py"
-        elif not os.path.exists(name):
-            reason = "there is no such file"
-        elif os.path.isdir(name):
-            reason = "it is a directory"
-        raise click.UsageError(f"cannot start {name}: {reason}")
-    if words and words[0].endswith(".py") and not os.path.exists(words[0]):
-        raise click.UsageError(f"{words[0]}: no such file in {os.getcwd()}")
-
-
-def _check_output(directory: str) -> None:
-    """Raise ``click.UsageError`` if ranks of this host cannot write their output there."""
-    try:
-        os.makedirs(directory, exist_ok=True)
-        problem = "" if os.access(directory, os.W_OK | os.X_OK) else "it cannot be written to"
-    except FileExistsError:
-        problem = "it is no directory"
-    except OSError as error:
-        problem = f"it cannot be made: {error.strerror}"
-    if problem:
-        raise click.UsageError(f"--output {directory}: {problem}; name another directory")
+    by_python = program[0] in ("python", "python3")
+    name = program[:2][-1] if by_python else program[0]
+    if name.endswith(".py"):
+        if not os.path.exists(name):
+            raise click.UsageError(f"{name}: no such file in {os.getcwd()}")
+    elif not by_python and shutil.which(name, path=path) is None:
+        raise click.UsageError(f"cannot start {name}: {REMEDY}")
 
 
 def _check_interface(text: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wfbp.core.checks import check_format, instance, number, read_json
+from wfbp.core.checks import check_format, instance, number, read_json, whole
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
@@ -107,9 +107,8 @@ def _joined(name: str, rows: Sequence[tuple[Path, int, RankRun]]) -> Run:
 
 def _document(data: Any) -> tuple[str, int, RankRun]:
     check_format("a recorded run", data, FORMAT)
-    size, rank = _whole("size", data.get("size"), 1), _whole("rank", data.get("rank"), 0)
-    if rank >= size:
-        raise ValueError(f"rank: {rank} of {size} ranks")
+    size = whole("size", data.get("size"), 1)
+    rank = whole("rank", data.get("rank"), 0, size - 1)
     report = instance("report", data.get("report"), dict)
     about = instance("about", data.get("about", {}), dict)
     versions = instance("about.versions", about.get("versions", {}), dict)
@@ -119,7 +118,7 @@ def _document(data: Any) -> tuple[str, int, RankRun]:
     run = RankRun(
         rank,
         str(report.get("phase", "")),
-        _whole("report.steps", report.get("steps"), 0),
+        whole("report.steps", report.get("steps"), 0),
         {key: _time(f"report.{key}", report.get(key)) for key in FIGURES},
         plan,
         None if trace is None else _within("trace", Trace.from_json, trace),
@@ -147,9 +146,8 @@ def _iteration(place: str, row: Any, plan: Plan) -> dict[str, Any]:
     groups = []
     for i, stamps in enumerate(instance(f"{place}.groups", row.get("groups"), list)):
         where = f"{place}.groups[{i}]"
-        group = _whole(f"{where}.group", instance(where, stamps, dict).get("group"), 0)
-        if group >= len(plan.groups):
-            raise ValueError(f"{where}.group: {group} of {len(plan.groups)} groups of the plan")
+        last = len(plan.groups) - 1
+        group = whole(f"{where}.group", instance(where, stamps, dict).get("group"), 0, last)
         times = {k: number(f"{where}.{k}", stamps.get(k)) for k in ("start_s", "packed_s", "end_s")}
         groups.append({"group": group, **times})
     return {
@@ -165,12 +163,6 @@ def _within(place: str, read: Callable[[Any], T], value: Any) -> T:
         return read(value)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
-
-
-def _whole(place: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{place}: expected a whole number of at least {least}, found {value!r}")
-    return value
 
 
 def _time(place: str, value: Any) -> float | None:

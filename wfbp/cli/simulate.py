@@ -8,18 +8,11 @@ from dataclasses import asdict
 
 import click
 
-from wfbp.cli.inputs import (
-    best,
-    integers,
-    json_option,
-    load,
-    model_arguments,
-    schedules,
-)
+from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedules
 from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.cost import Costs
-from wfbp.sim.scaling import ALGORITHMS, Link, Node, control_s, link_of, scale
+from wfbp.sim.scaling import ALGORITHMS, Link, Node, link_of, scale
 from wfbp.sim.sweep import SweepRow, sweep
 
 DEFAULT_WORKERS = ",".join(str(2**k) for k in range(2, 12))
@@ -29,41 +22,22 @@ FAST = 10.0
 """How many times faster links within a host are than those between hosts, if nothing tells."""
 
 
-def _counts(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, ...]:
-    """Numbers of workers, separated by commas; ``...`` repeats the factor of the two before it."""
-    counts: list[int] = []
-    parts = [part.strip() for part in text.split(",")]
-    for index, part in enumerate(parts):
-        if part == "..." and len(counts) >= 2 and index == len(parts) - 2:
-            before, last = counts[-2:]
-            factor, rest = divmod(last, before)
-            if rest or factor < 2:
-                raise click.BadParameter(
-                    f"'...' repeats a whole factor, which {before},{last} does not have"
-                )
-            end = _count(parts[-1])
-            while (last := last * factor) < end:
-                counts.append(last)
-        else:
-            counts.append(_count(part))
-    return tuple(sorted(set(counts)))
+def _counts(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
+    """Numbers of workers, separated by commas, in increasing order."""
+    kind = click.IntRange(1, MOST_WORKERS)
+    return sorted({kind(part, param, ctx) for part in text.split(",")})
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST_WORKERS:
-        raise click.BadParameter(f"{text!r} is not a number of workers from 1 to {MOST_WORKERS}")
-    return int(text)
-
-
-@click.command("simulate", short_help="Predict the iteration time for other numbers of workers.")
+@click.command(
+    "simulate", short_help="Predict the iteration time for other numbers of workers.", epilog=NAMES
+)
 @model_arguments
 @click.option(
     "--workers",
     callback=_counts,
     metavar="P,P,...",
     default=DEFAULT_WORKERS,
-    show_default="4,8,...,2048",
-    help="Numbers of workers; 4,8,...,2048 continues the sequence.",
+    help="Numbers of workers.",
 )
 @click.option(
     "--algorithm",
@@ -81,14 +55,14 @@ def _count(text: str) -> int:
 )
 @click.option(
     "--measured-on",
-    type=integers(2, MOST_WORKERS),
+    type=click.IntRange(2, MOST_WORKERS),
     help="Number of workers that COST was measured on  [default: those of the run or the "
     "example; else 2].",
 )
 @click.option("--per-link", is_flag=True, help="COST is the cost of one hop over one link.")
 @click.option(
     "--ranks-per-host",
-    type=integers(1, MOST_WORKERS),
+    type=click.IntRange(1, MOST_WORKERS),
     default=8,
     help="hierarchical: ranks of a host; COST is that of one rank per host.",
 )
@@ -103,7 +77,7 @@ def command(
     trace: str,
     cost: str | None,
     optimizer: str | None,
-    workers: tuple[int, ...],
+    workers: list[int],
     algorithm: str,
     names: tuple[str, ...],
     measured_on: int | None,
@@ -114,12 +88,11 @@ def command(
 ) -> None:
     """Predict the iteration on other numbers of workers, with the same batch per worker.
 
-    TRACE and COST are files, examples (wfbp traces), or one directory of a recorded run for both.
+    TRACE and COST are files, examples (below), or one directory of a recorded run for both.
     The algorithm's cost model turns COST into the cost of one link, and that into costs for every
     number of workers. Measured curves become lines for numbers that were not measured.
     """
-    factor = 2.0 * max(workers)
-    model, costs, by_ranks, _ = load(trace, cost, optimizer, factor)
+    model, costs, by_ranks, _ = load(trace, cost, optimizer)
     if cost is None and (measured_on is not None or per_link):
         raise click.UsageError(
             f"the run's costs were measured among {by_ranks} ranks; leave --measured-on and "
@@ -128,13 +101,13 @@ def command(
     known = measured_on or by_ranks
     measured_on = known or 2
     source = link_of(costs) if per_link else costs
-    link = source if isinstance(source, Link) else _link(costs, measured_on)
     node = None
     if algorithm == HIERARCHICAL:
         if within is not None:
-            _, inner, inner_ranks, _ = load(trace, within, optimizer, factor)
+            _, inner, inner_ranks, _ = load(trace, within, optimizer)
             node = Node(ranks_per_host, inner, inner_ranks or 2)
         else:
+            link = source if isinstance(source, Link) else _link(costs, measured_on)
             fast = Link(link.alpha_s / FAST, link.beta_s_per_byte / FAST)
             node = Node(ranks_per_host, fast)
     elif within is not None:
@@ -148,7 +121,6 @@ def command(
                 "ratio_to_lower_bound": ratio_to_lower_bound(row.iteration_s, row.lower_bound_s),
                 "efficiency": row.efficiency,
                 "speedup": row.speedup,
-                "control_s": control_s(link, row.workers),
             }
             for row in rows
         ]
@@ -162,7 +134,6 @@ def command(
     else:
         origin = f"costs were measured among {known} workers"
     compute_ms = milliseconds(rows[0].compute_s)
-    most = max(workers)
     print_table(
         f"{model.model or 'model'} by {algorithm}: iteration in ms "
         f"({compute_ms} ms without communication)",
@@ -170,8 +141,6 @@ def command(
         [_cells(rows[start : start + len(names)]) for start in range(0, len(rows), len(names))],
         [
             "efficiency and speed-up are those of the best schedule, over one worker",
-            f"control messages before the first plan take at most {control_s(link, most):.2g} s "
-            f"with {most} workers",
             origin,
         ],
     )

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 250
 """Width of a pipe or a file; tables are wider if they need to be."""
-_FOLDED = 24
-"""Least width of a text column before a table is split."""
+FOLDED = 24
+"""Width to which a column of text may shrink in a terminal."""
 
 
 def print_table(
@@ -24,36 +24,30 @@ def print_table(
 ) -> None:
     """Print a table; ``<`` before a heading marks a column of text, aligned on the left.
 
-    If it is too wide, fold texts, then split it into several tables that repeat the first column.
+    In a terminal texts are folded to fit; numbers never are.
     """
     from rich import box
     from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
-    out = console()
-    is_text = [heading.startswith("<") for heading in headings]
-    headings = [heading.removeprefix("<") for heading in headings]
     rows = [[" ".join(cell.splitlines()) for cell in row] for row in rows]
-    widths = [3 + max(map(cell_len, column)) for column in zip(headings, *rows, strict=True)]
-    if not sys.stdout.isatty():
-        out.width = max(out.width, sum(widths) + 1)
-    least = [min(w, _FOLDED) if text else w for w, text in zip(widths, is_text, strict=True)]
-    blocks = [[0]]
-    for place in range(1, len(headings)):
-        if len(blocks[-1]) > 1 and sum(least[k] for k in [*blocks[-1], place]) >= out.width:
-            blocks.append([0])
-        blocks[-1].append(place)
+    table = Table(box=box.SIMPLE_HEAD)
+    needed = 1
+    for heading, *cells in zip(headings, *rows, strict=True):
+        name = heading.removeprefix("<")
+        side: Literal["left", "right"] = "right" if name == heading else "left"
+        width = max(map(cell_len, (name, *cells)))
+        if side == "left" and sys.stdout.isatty():
+            width = min(width, FOLDED)
+        needed += width + 3
+        table.add_column(name, justify=side, min_width=width, overflow="fold")
+    for index, row in enumerate(rows):
+        table.add_row(*map(Text, row), style="bold green" if index == best else "")
+    out = console()
+    out.size = (max(out.width, needed), out.height)
     out.print(Text(title, style="bold"))
-    for block in blocks:
-        table = Table(box=box.SIMPLE_HEAD)
-        for k in block:
-            side: Literal["left", "right"] = "left" if is_text[k] else "right"
-            table.add_column(headings[k], justify=side, no_wrap=not is_text[k], overflow="fold")
-        for index, row in enumerate(rows):
-            style = "bold green" if index == best else ""
-            table.add_row(*(Text(row[place]) for place in block), style=style)
-        out.print(table)
+    out.print(table)
     for note in notes:
         out.print(Text(note), soft_wrap=True)  # commands and paths can be copied
 

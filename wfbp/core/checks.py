@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+LARGEST = 1e100
+"""Sums and products of numbers up to here do not overflow."""
 
 
 def one_of(place: str, value: str, known: Sequence[str], why: str = "") -> str:
@@ -37,16 +41,28 @@ def check_format(what: str, data: Any, form: str) -> None:
 
 
 def number(place: str, value: Any) -> float:
-    """``value`` as a finite float of at least 0; else ``ValueError`` with its ``place``."""
+    """``value`` as a float from 0 to ``LARGEST``; else ``ValueError`` with its ``place``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{place}: expected a number, found {value!r}")
-    try:
-        result = float(value)
-    except OverflowError:
-        raise ValueError(f"{place}: the number is too large") from None
-    if not (math.isfinite(result) and result >= 0):
+    if value > LARGEST:
+        raise ValueError(f"{place}: too large; expected at most {LARGEST:g}")
+    if not value >= 0:  # nor is NaN
         raise ValueError(f"{place}: expected a finite number of at least 0, found {value!r}")
-    return result
+    return float(value)
+
+
+def whole(place: str, value: Any, least: int, most: float = math.inf) -> int:
+    """``value`` if it is a whole number within limits; else ``ValueError`` with its ``place``."""
+    if type(value) is not int or not least <= value <= most:
+        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{place}: expected a whole number {limits}, found {str(value)[:40]}")
+    return value
+
+
+def unique(place: str, names: Sequence[str]) -> None:
+    """Raise ``ValueError`` if a name is there twice."""
+    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
+        raise ValueError(f"{place}: names must be unique; found twice: {', '.join(twice)}")
 
 
 def read_json(path: str | Path, parse: Callable[[Any], T]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,7 @@ MAX_KAPPA = 9.0
 _REWEIGHTINGS = 30
 _HUBER = 1.345
 _MAD_TO_SIGMA = 1.4826
-_GRID = 37
-_GOLDEN = (5**0.5 - 1) / 2
+_GRID = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +90,8 @@ def fit_linear(measured: Sequence[tuple[float, float]]) -> LinearCost:
 def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]) -> float:
     """The kappa, up to ``MAX_KAPPA``, whose predictions fit measured iterations of plans best.
 
-    Minimises the squared relative error of :func:`wfbp.core.timeline.iteration_s`: a grid over the
-    slow-down of computation, then golden-section search. The trace was measured without
+    Minimises the squared relative error of :func:`wfbp.core.timeline.iteration_s` on finer and
+    finer grids over the slow-down of computation. The trace was measured without
     communication; the kappa of ``costs`` is ignored.
 
     Raises:
@@ -117,29 +116,13 @@ def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]
         kappa = slowdown / (1.0 - slowdown)
         return sum((predict(kappa) / seconds - 1.0) ** 2 for predict, seconds in predictions)
 
-    highest = MAX_KAPPA / (1.0 + MAX_KAPPA)
-    grid = [highest * k / (_GRID - 1) for k in range(_GRID)]
-    errors = [error(slowdown) for slowdown in grid]
-    first = min(range(_GRID), key=errors.__getitem__)
-    around = grid[max(first - 1, 0)], grid[min(first + 1, _GRID - 1)]
-    slowdown = min((grid[first], _golden(error, *around)), key=error)
-    return slowdown / (1.0 - slowdown)
-
-
-def _golden(function: Callable[[float], float], low: float, high: float) -> float:
-    """The minimum of a function with one valley between ``low`` and ``high``."""
-    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-    at_left, at_right = function(left), function(right)
-    while high - low > 1e-7:
-        if at_left <= at_right:
-            high, right, at_right = right, left, at_left
-            left = high - _GOLDEN * (high - low)
-            at_left = function(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + _GOLDEN * (high - low)
-            at_right = function(right)
-    return (low + high) / 2
+    low, high = 0.0, MAX_KAPPA / (1.0 + MAX_KAPPA)
+    while True:
+        grid = np.linspace(low, high, _GRID).tolist()
+        first = min(range(_GRID), key=[error(slowdown) for slowdown in grid].__getitem__)
+        if high - low < 1e-6:
+            return float(grid[first] / (1.0 - grid[first]))
+        low, high = grid[max(first - 1, 0)], grid[min(first + 1, _GRID - 1)]
 
 
 def _non_negative_line(rows: Floats, goal: Floats, weights: Floats) -> tuple[float, float]:

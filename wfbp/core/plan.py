@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+from wfbp.core.checks import unique
 from wfbp.core.types import Operation, Phase, TensorSpec
 
 T = TypeVar("T")
@@ -71,11 +71,8 @@ class Plan:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        names = [spec.name for spec in self.tensors]
-        if len(set(names)) != len(names):
-            twice = sorted(name for name, times in Counter(names).items() if times > 1)
-            raise ValueError(f"tensor names must be unique; found twice: {', '.join(twice)}")
-        self._check_coverage(len(names))
+        unique("tensors", [spec.name for spec in self.tensors])
+        self._check_coverage(len(self.tensors))
         for index, group in enumerate(self.groups):
             kinds = {self.tensors[k].real_dtype for k in group.tensors}
             if len(kinds) > 1:

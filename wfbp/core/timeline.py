@@ -30,12 +30,14 @@ class GroupTiming:
         ready_s: its last gradient exists; for an all-gather, the next forward starts.
         start_s: the channel starts it.
         end_s: all ranks have it.
+        exposed_s: compute waits for it so long.
         nbytes: bytes of its tensors, without padding.
     """
 
     ready_s: float
     start_s: float
     end_s: float
+    exposed_s: float
     nbytes: int
 
 
@@ -92,9 +94,9 @@ def timeline(plan: Plan, trace: Trace, costs: Costs) -> IterationForecast:
     gathered_s = accumulate((cost_s for _, cost_s, _ in forward), initial=0.0)
     spans += [(forward_begin_s + a, forward_begin_s + b) for a, b in pairwise(gathered_s)]
     ready_s += [forward_begin_s] * len(forward)
-    iteration_s = (
-        _forward_end_s(forward, trace.forward_s, costs.kappa) + backward_end_s + trace.other_s
-    )
+    forward_end_s, stalls_s = _forward(forward, trace.forward_s, costs.kappa)
+    iteration_s = forward_end_s + backward_end_s + trace.other_s
+    late_s = [max(0.0, end - max(start, compute_end_s)) for start, end in spans[: len(backward)]]
     limit_s = lower_bound_s(trace, costs)
     if iteration_s < limit_s <= iteration_s * (1.0 + ROUNDING):
         limit_s = iteration_s  # an iteration that meets its bound: sums in another order
@@ -102,9 +104,9 @@ def timeline(plan: Plan, trace: Trace, costs: Costs) -> IterationForecast:
     return IterationForecast(
         plan=plan,
         groups=tuple(
-            GroupTiming(ready, start, end, nbytes)
-            for ready, (start, end), (_, _, nbytes) in zip(
-                ready_s, spans, backward + forward, strict=True
+            GroupTiming(ready, start, end, exposed, nbytes)
+            for ready, (start, end), exposed, (_, _, nbytes) in zip(
+                ready_s, spans, late_s + stalls_s, backward + forward, strict=True
             )
         ),
         backward_end_s=compute_end_s,
@@ -128,7 +130,7 @@ def iteration_by_kappa(plan: Plan, trace: Trace, costs: Costs) -> Callable[[floa
         _, clocks, walls = _send_in_backward(backward, kappa)
         through_s = float(np.interp(backward_s, clocks, walls)) if kappa > 0.0 else backward_s
         end_s = max(walls[-1], through_s)
-        return _forward_end_s(forward, forward_s, kappa) + end_s + other_s
+        return _forward(forward, forward_s, kappa)[0] + end_s + other_s
 
     return seconds
 
@@ -179,15 +181,21 @@ def _send_in_backward(
     return spans, clocks, walls
 
 
-def _forward_end_s(rows: Sequence[Row], forward_s: float, kappa: float) -> float:
-    """All-gathers are sent back to back from its start; each tensor waits for its own."""
+def _forward(rows: Sequence[Row], forward_s: float, kappa: float) -> tuple[float, list[float]]:
+    """When forward ends, from its start, and how long it waits for each group.
+
+    All-gathers are sent back to back from its start; each tensor waits for its own.
+    """
     speed = 1.0 / (1.0 + kappa)
     # Forward ends at the latest arrival plus the forward compute from there on.
     end_s, clock = 0.0, forward_s
+    stalls_s = []
     for left_s, cost_s, _ in rows:
         end_s += cost_s
-        clock = max(clock, end_s * speed + left_s)
-    return clock + (1.0 - speed) * end_s
+        later = max(clock, end_s * speed + left_s)
+        stalls_s.append((later - clock) / speed)
+        clock = later
+    return clock + (1.0 - speed) * end_s, stalls_s
 
 
 def check_same_tensors(plan: Plan, trace: Trace) -> None:

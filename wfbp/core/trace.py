@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from wfbp.core.checks import check_format, instance, number, read_json
+from wfbp.core.checks import check_format, instance, number, read_json, unique, whole
 from wfbp.core.types import TensorSpec
 
 FORMAT = "wfbp-trace/1"
@@ -59,10 +58,7 @@ class Trace:
     def __post_init__(self) -> None:
         if not self.tensors:
             raise ValueError(f"trace {self.model!r} has no tensors")
-        names = [t.spec.name for t in self.tensors]
-        if len(set(names)) != len(names):
-            twice = sorted(name for name, times in Counter(names).items() if times > 1)
-            raise ValueError(f"trace {self.model!r}: names found twice: {', '.join(twice)}")
+        unique(f"trace {self.model!r}", [t.spec.name for t in self.tensors])
         number(f"trace {self.model!r}: other_s", self.other_s)
 
     def updated_when_read(self, update_s: float) -> Trace:
@@ -150,11 +146,7 @@ def _tensor(index: int, row: Any) -> TraceTensor:
     missing = [key for key in needed if key not in instance(place, row, dict)]
     if missing:
         raise ValueError(f"{place}: missing {', '.join(missing)}")
-    numel = row["numel"]
-    if isinstance(numel, bool) or not isinstance(numel, int) or not 0 <= numel <= MAX_NUMEL:
-        raise ValueError(
-            f"{place}.numel: expected a whole number from 0 to 2**53, found {str(numel)[:40]}"
-        )
+    numel = whole(f"{place}.numel", row["numel"], 0, MAX_NUMEL)
     try:
         return TraceTensor(
             TensorSpec(str(row["name"]), (numel,), str(row.get("dtype", "float32"))),

@@ -61,45 +61,34 @@ def stand_in() -> None:
         sys.path.insert(1, _SEARCH_PATH)  # after the program's own folder
 
 
+_TORCH = ("functions", "mpi_ops", "sync_batch_norm", "elastic.sampler", "elastic.state")
+_COMMON = ("basics", "elastic", "exceptions", "process_sets")
+
+
 def _contents() -> dict[str, Mapping[str, Any]]:
     """The contents of each module; parents come before their submodules."""
     surface = import_module("wfbp.horovod.torch")
     elastic = import_module("wfbp.horovod.torch.elastic")
     compression = import_module("wfbp.torch.compression")
     _OptimizerClass.register(surface.DistributedOptimizerBase)
-
-    def some(module: ModuleType, *names: str) -> dict[str, Any]:
-        return {name: getattr(module, name) for name in names}
-
-    sets = some(
-        surface, "ProcessSet", "add_process_set", "global_process_set", "remove_process_set"
-    )
-    built = some(surface, "ccl_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
+    names = {name: getattr(surface, name) for name in surface.__all__}
     errors = {
         "HorovodInternalError": surface.HorovodInternalError,
         "HostsUpdatedInterrupt": elastic.HostsUpdatedInterrupt,
     }
-    everything = some(surface, *surface.__all__)
-    training = {**everything, **some(elastic, "ElasticSampler", "TorchState", "run")}
+    elastic_names = {name: getattr(elastic, name) for name in ("ElasticSampler", "TorchState")}
     return {
         "horovod": {"__version__": __version__},
         "horovod.common": {},
-        "horovod.common.basics": sets,
-        "horovod.common.elastic": errors,
-        "horovod.common.exceptions": errors,
-        "horovod.common.process_sets": sets,
-        "horovod.common.util": {**built, **_util()},
-        "horovod.torch": everything,
-        "horovod.torch.compression": some(
-            compression, "Compression", "Compressor", "FP16Compressor", "NoneCompressor"
-        ),
-        "horovod.torch.elastic": training,
-        "horovod.torch.elastic.sampler": training,
-        "horovod.torch.elastic.state": training,
-        "horovod.torch.functions": everything,
-        "horovod.torch.mpi_ops": everything,
-        "horovod.torch.optimizer": {**everything, "_DistributedOptimizer": _OptimizerClass},
-        "horovod.torch.sync_batch_norm": everything,
+        "horovod.torch": names,
+        "horovod.torch.elastic": {**names, **elastic_names, "run": elastic.run},
+        "horovod.torch.compression": {
+            name: value for name, value in vars(compression).items() if not name.startswith("_")
+        },
+        "horovod.torch.optimizer": {**names, "_DistributedOptimizer": _OptimizerClass},
+        "horovod.common.util": {**names, **_util()},
+        **{f"horovod.common.{name}": {**names, **errors} for name in _COMMON},
+        **{f"horovod.torch.{name}": {**names, **elastic_names} for name in _TORCH},
     }
 
 

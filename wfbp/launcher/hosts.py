@@ -6,7 +6,7 @@ import fcntl
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,18 @@ class Allocation:
 MPI_HOSTFILE = "mpirun's default host file"
 """``Allocation.system`` if only MPI's own variable names a host file."""
 
+_HOST_FILES = {
+    "PBS_NODEFILE": "PBS",
+    "LSB_DJOB_HOSTFILE": "LSF",
+    "PE_HOSTFILE": "Grid Engine",
+    # Set by an administrator, or by the MPI operator of Kubernetes.
+    "HYDRA_HOST_FILE": MPI_HOSTFILE,
+    "I_MPI_HYDRA_HOST_FILE": MPI_HOSTFILE,
+    "OMPI_MCA_orte_default_hostfile": MPI_HOSTFILE,
+    "PRTE_MCA_prte_default_hostfile": MPI_HOSTFILE,
+}
+"""Variables that name a host file, and the batch system that sets them."""
+
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Hosts of ``-H a:4,b:4``; slots of repeated hosts add up. ``ValueError`` for other texts."""
@@ -101,13 +113,12 @@ def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 def allocation(environment: Mapping[str, str]) -> Allocation | None:
     """A batch system's hosts for this job, None outside; ``ValueError`` if they are unreadable."""
-    nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
-    if nodes:
+    if nodes := environment.get("SLURM_JOB_NODELIST"):
         return Allocation("Slurm", _slurm(nodes, environment))
-    for system, variables, read in _SYSTEMS:
-        for text in filter(None, map(environment.get, variables)):
-            if system != MPI_HOSTFILE or Path(text).exists():
-                return Allocation(system, read(text))
+    for variable, system in _HOST_FILES.items():
+        path = environment.get(variable)
+        if path and (system != MPI_HOSTFILE or Path(path).exists()):
+            return Allocation(system, read_hostfile(path))
     return None
 
 
@@ -160,29 +171,3 @@ def _slurm(nodes: str, environment: Mapping[str, str]) -> tuple[Host, ...]:
             f"in {text!r}"
         )
     return tuple(map(Host, names, counts))
-
-
-def _hosts_and_counts(text: str) -> tuple[Host, ...]:
-    words = text.split()
-    if len(words) % 2 or not all(count.isdecimal() for count in words[1::2]):
-        raise ValueError(f"LSB_MCPU_HOSTS={text!r} is not a list of hosts and counts")
-    return tuple(map(Host, words[::2], map(int, words[1::2])))
-
-
-_SYSTEMS: tuple[tuple[str, tuple[str, ...], Callable[[str], tuple[Host, ...]]], ...] = (
-    ("PBS", ("PBS_NODEFILE",), read_hostfile),
-    ("LSF", ("LSB_DJOB_HOSTFILE",), read_hostfile),
-    ("LSF", ("LSB_MCPU_HOSTS",), _hosts_and_counts),
-    ("Grid Engine", ("PE_HOSTFILE",), read_hostfile),
-    (  # named by an administrator, or by the MPI operator of Kubernetes
-        MPI_HOSTFILE,
-        (
-            "HYDRA_HOST_FILE",
-            "I_MPI_HYDRA_HOST_FILE",
-            "OMPI_MCA_orte_default_hostfile",
-            "PRTE_MCA_prte_default_hostfile",
-        ),
-        read_hostfile,
-    ),
-)
-"""Other batch systems by preference: name, variables, reader of a variable's value."""

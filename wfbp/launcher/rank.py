@@ -16,6 +16,9 @@ from wfbp.launcher.hosts import expand_counts
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 _LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+REMEDY = (
+    "expected a program on the PATH, the path of one, or a file that ends in .py, on every host"
+)
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -104,14 +107,7 @@ def main(arguments: Sequence[str]) -> None:
         prepare(options, environment)
         os.execvpe(program[0], program, environment)
     except OSError as error:
-        remedy = "it is no program: for a file of Python, name one that ends in .py or put python "
-        remedy += "before"
-        if isinstance(error, FileNotFoundError):
-            remedy = "is the path right, on every host?"
-            if os.sep not in program[0]:
-                remedy = "no folder of PATH has it: name a program, its path, or a file that ends "
-                remedy += "in .py"
-        reason = f"{error.strerror}; {remedy}"
+        reason = f"{error.strerror}; {REMEDY}"
     except ValueError as error:
         reason = str(error)
     sys.exit(f"wfbprun: rank {number(RANK, environment)}: cannot start {program[0]}: {reason}")

@@ -1,1 +1,1 @@
-"""Replays plans on a virtual clock, and scales costs to other clusters."""
+"""Scales costs to other numbers of workers, and predicts iterations there."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from wfbp.core.checks import one_of
 from wfbp.core.cost import CostModel, Costs, LinearCost, PiecewiseCost
 from wfbp.core.fit import fit_linear
 from wfbp.core.types import Operation
@@ -66,10 +67,6 @@ ALGORITHMS = (*FLAT, "hierarchical")
 
 CHUNK_BYTES = 3 << 19
 """Chunk of a two-level collective, half a window of ``comm.mpi.transfers.Chunking``."""
-CONTROL_EXCHANGES = 60
-"""Control exchanges from start to the first plan; docs/benchmarks/hosts.md counts 27 to 57."""
-CONTROL_BYTES = 512
-"""Size of a control message; the mean was 180 to 360."""
 
 
 def scale(
@@ -120,9 +117,7 @@ def scale(
         >>> scale(scale(link, 16), 64, measured_on=16) == scale(link, 64)
         True
     """
-    if algorithm not in ALGORITHMS:
-        known = ", ".join(ALGORITHMS)
-        raise ValueError(f"algorithm {algorithm!r} is not known; known are {known}")
+    one_of("algorithm", algorithm, ALGORITHMS)
     if workers < 1:
         raise ValueError(f"workers: expected at least 1, found {workers}")
     if (algorithm == "hierarchical") is not (node is not None):
@@ -180,19 +175,6 @@ def _pipelined(between: Costs, within: Costs) -> Costs:
         both(Operation.ALL_GATHER),
         between.kappa,
     )
-
-
-def control_s(link: Link, workers: int) -> float:
-    """Upper estimate of the seconds for control messages, from a job's start to its first plan.
-
-    Every rank sends every other rank one message per exchange. The estimate is for one message
-    after another. Later steps have no control messages.
-
-    Example:
-        >>> round(control_s(Link(alpha_s=1e-6, beta_s_per_byte=0.0), 2048), 2)
-        0.12
-    """
-    return CONTROL_EXCHANGES * (workers - 1) * link(CONTROL_BYTES)
 
 
 def link_of(costs: Costs) -> Link:

@@ -1,6 +1,6 @@
 """Traces of published models for which no trace is at hand, built from their architecture.
 
-Sizes are exact. Times are operation counts, as those of most traces of ``wfbp traces``: a
+Sizes are exact. Times are operation counts, as those of most example traces: a
 multiplication with its addition counts 1, an element through batch normalisation 36 (memory
 traffic, not arithmetic, decides there), backward twice forward, and all is scaled to a measured
 compute time. Of a weight and its bias the weight is used first and its gradient appears last.

@@ -169,7 +169,7 @@ BAD_FIELDS = [
     ("backward_s", int(HUGE), "tensors[1]: backward_s"),
     ("dtype", "float7", "tensors[1]: dtype 'float7'"),
     ("dtype", ["float32"], "tensors[1]: dtype"),
-    ("name", "first", "names found twice: first"),
+    ("name", "first", "found twice: first"),
     ("name", "first\nline", None),
 ]
 
@@ -283,7 +283,7 @@ def test_costs_whose_sums_are_beyond_all_numbers(
     """Each figure is finite, their sum is not; JSON could not even tell it."""
     cost = cost_file(tmp_path, all_reduce=all_reduce, kappa=kappa)
     told = wfbp("plan", RESNET, "--cost", cost, "--json")
-    assert_refused(told, f"{cost}: costs are too large")
+    assert_refused(told, f"{cost}: ", "too large; expected at most 1e+100")
 
 
 def test_times_whose_sum_is_beyond_all_numbers(tmp_path: Path) -> None:
@@ -292,12 +292,12 @@ def test_times_whose_sum_is_beyond_all_numbers(tmp_path: Path) -> None:
         row["backward_s"] = 1.7e308
     path = write(tmp_path / "trace.json", trace)
     told = wfbp("plan", path, "--cost", cost_file(tmp_path))
-    assert_refused(told, f"{path}: times are too large")
+    assert_refused(told, f"{path}: tensors[0]: backward_s: too large")
 
 
 @pytest.mark.parametrize("schedule", PLANNERS)
 def test_large_and_small_figures_are_planned_all_the_same(schedule: str, tmp_path: Path) -> None:
-    for alpha_s, beta in ((1e280, 1e270), (0.0, 0.0), (1e-300, 5e-324)):
+    for alpha_s, beta in ((1e90, 1e80), (0.0, 0.0), (1e-300, 5e-324)):
         cost = cost_file(tmp_path, all_reduce={"alpha_s": alpha_s, "beta_s_per_byte": beta})
         data = answer("plan", RESNET, "--cost", cost, "--schedule", schedule)
         assert data["predicted"]["ratio_to_lower_bound"] >= 1
@@ -308,7 +308,7 @@ def test_the_bad_line_stays_one_line(tmp_path: Path) -> None:
     for row in trace["tensors"]:
         row["name"] = "two\nlines"
     path = write(tmp_path / "trace.json", trace)
-    assert_refused(wfbp("plan", path, "--cost", cost_file(tmp_path)), "names found twice")
+    assert_refused(wfbp("plan", path, "--cost", cost_file(tmp_path)), "found twice")
 
 
 def test_help_and_the_reference_recommend_the_same_schedules() -> None:

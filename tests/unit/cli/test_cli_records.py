@@ -9,11 +9,10 @@ import pytest
 
 from tests.support.cli_runs import answer, assert_refused, cost_file, wfbp
 from tests.support.run_documents import costs, document, record, trace
-from wfbp.cli.probe import _check_writeable
+from wfbp.cli.probe import _check_outputs
 from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import timeline
-from wfbp.core.trace import Trace
 
 
 def test_a_run_is_planned_with_its_own_trace_and_costs(tmp_path: Path) -> None:
@@ -86,25 +85,18 @@ def test_a_file_comes_before_an_example(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(data["groups"][0]["tensors"]) == len(trace().tensors)
 
 
-def test_traces_are_listed_and_written(tmp_path: Path) -> None:
-    listed = {row["name"]: row for row in answer("traces")}
-    assert listed["resnet-50"]["num_tensors"] == 161
-    assert all(name in wfbp("traces").out for name in listed)
-    outcome = wfbp("traces", "vgg-16", "10gbe-16", "--output", tmp_path / "new")
-    assert outcome.out.split() == [
-        str(tmp_path / "new" / f) for f in ("vgg-16.json", "10gbe-16.json")
-    ]
-    assert Trace.load(tmp_path / "new" / "vgg-16.json").model == "VGG-16"
-    assert wfbp("traces", "--output", tmp_path / "all").code == 0
-    assert len(list((tmp_path / "all").iterdir())) == len(listed) + 1
-    assert_refused(wfbp("traces", "alexnet"), "'alexnet'", "resnet-50")
+def test_examples_are_listed() -> None:
+    for command in ("plan", "simulate"):
+        told = " ".join(wfbp(command, "--help").out.split())
+        assert "Example traces: bert-base, densenet-201," in told
+        assert "Example costs: 10gbe-16." in told
 
 
 def test_probing_checks_files_without_making_them(tmp_path: Path) -> None:
-    _check_writeable(str(tmp_path / "cost.json"), None)
+    _check_outputs(str(tmp_path / "cost.json"), None)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="is a directory"):
-        _check_writeable(str(tmp_path))
+        _check_outputs(str(tmp_path), None)
 
 
 def test_a_rank_without_a_file_is_named(tmp_path: Path) -> None:

@@ -30,10 +30,6 @@ def test_rows_are_all_workers_with_all_schedules(tmp_path: Path) -> None:
         assert row["ratio_to_lower_bound"] == pytest.approx(ratio)
         assert row["efficiency"] == pytest.approx(alone_s / row["iteration_s"])
         assert row["speedup"] == pytest.approx(row["workers"] * row["efficiency"])
-    few, many = (row["control_s"] for row in data["results"][:: len(PLANNERS)])
-    assert many == pytest.approx(few * 63 / 3)
-    shown = wfbp("simulate", RESNET, "--cost", cost_file(tmp_path), "--workers", "4,64").out
-    assert f"at most {many:.2g} s with 64 workers" in shown
 
 
 def test_costs_at_their_own_size_are_those_of_the_plan(tmp_path: Path) -> None:
@@ -65,7 +61,7 @@ def test_a_cost_file_may_say_so_too(tmp_path: Path) -> None:
     assert answer(*arguments, cost_file(tmp_path, num_ranks=16)) == told
     for wrong in (1, 2.5, "16", True):
         outcome = wfbp(*arguments, cost_file(tmp_path, num_ranks=wrong))
-        assert_refused(outcome, "cost.json: num_ranks: expected a whole number from 2")
+        assert_refused(outcome, "cost.json: num_ranks: expected a whole number of at least 2")
 
 
 def test_per_link_by_hand(tmp_path: Path) -> None:
@@ -125,8 +121,6 @@ def test_every_algorithm(algorithm: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "counts"),
     [
-        ("4,8,...,64", [4, 8, 16, 32, 64]),
-        ("1,3,...,30", [1, 3, 9, 27, 30]),
         ("64,4", [4, 64]),
         ("7", [7]),
         ("2,2, 4", [2, 4]),
@@ -150,16 +144,12 @@ def test_by_default_from_4_to_2048(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--workers", "0"), ("--workers", "'0' is not a number of workers")),
-        (("--workers", "-4"), ("--workers", "'-4'")),
+        (("--workers", "0"), ("--workers", "0 is not in the range")),
+        (("--workers", "-4"), ("--workers", "-4")),
         (("--workers", "4,,8"), ("--workers", "''")),
         (("--workers", "four"), ("--workers", "'four'")),
         (("--workers", "4.5"), ("--workers", "'4.5'")),
         (("--workers", "1" + 30 * "0"), ("--workers",)),
-        (("--workers", "4,...,8"), ("--workers", "'...'")),
-        (("--workers", "4,6,...,64"), ("--workers", "whole factor", "4,6")),
-        (("--workers", "8,4,...,64"), ("--workers", "8,4")),
-        (("--workers", "4,8,..."), ("--workers", "'...'")),
         (("--algorithm", "star"), ("--algorithm", "star", *ALGORITHMS)),
         (("--schedule", "fast"), ("--schedule", "'fast' is not known", "hybrid")),
         (("--schedule", ""), ("--schedule",)),
@@ -181,9 +171,9 @@ def test_results_beyond_all_numbers_are_refused(tmp_path: Path) -> None:
     cost = cost_file(tmp_path, all_reduce={"alpha_s": 1.7e308, "beta_s_per_byte": 1.7e308})
     for algorithm in ALGORITHMS:
         told = wfbp("simulate", RESNET, "--cost", cost, "--algorithm", algorithm)
-        assert_refused(told, f"{cost}: costs are too large")
-    # Finite here, but not among so many workers.
-    large = cost_file(tmp_path, all_reduce={"alpha_s": 1e285, "beta_s_per_byte": 0})
+        assert_refused(told, f"{cost}: all_reduce.alpha_s: too large")
+    # Small enough here, but not among so many workers.
+    large = cost_file(tmp_path, all_reduce={"alpha_s": 1e99, "beta_s_per_byte": 0})
     assert wfbp("simulate", RESNET, "--cost", large, "--workers", 4).code == 0
     assert_refused(wfbp("simulate", RESNET, "--cost", large, "--workers", 4096), "too large")
     flat = cost_file(tmp_path, all_reduce={"points": [[1, 1e308], [2, 1e308]]})

@@ -155,7 +155,7 @@ LINEAR = {"alpha_s": 1.0, "beta_s_per_byte": 0.0}
             {"all_reduce": {**LINEAR, "alpha_s": True}},
             "all_reduce.alpha_s: expected a number, found True",
         ),
-        ({"all_reduce": {**LINEAR, "alpha_s": 10**400}}, "all_reduce.alpha_s: the number is too"),
+        ({"all_reduce": {**LINEAR, "alpha_s": 10**400}}, "all_reduce.alpha_s: too large"),
         (
             {"all_reduce": {**LINEAR, "gamma": 1}},
             "all_reduce: unknown key 'gamma'; known are alpha_s, beta_s_per_byte",

@@ -52,7 +52,7 @@ def test_unknown_schedule_lists_the_known() -> None:
     trace = uniform(2, 1.0)
     with pytest.raises(
         ValueError,
-        match="'best' is not known; known are layerwise, single, threshold, mgwfbp, oasr, ps",
+        match="'best'; expected one of layerwise, single, threshold, mgwfbp, oasr, ps",
     ):
         plan("best", trace, Costs(LinearCost(1.0, 0.0)))
 

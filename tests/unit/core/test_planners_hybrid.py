@@ -111,23 +111,6 @@ def test_at_least_as_good_as_all_shared_groups(linear: bool) -> None:
         assert shortest <= best * (1 + 1e-9)
 
 
-def test_at_least_as_good_as_every_split() -> None:
-    rng = random.Random(40)
-    for _ in range(40):
-        trace = reference.random_trace(rng, rng.randint(1, 12))
-        costs = random_costs(rng, True, reference.random_kappa(rng))
-        partition_optimizer = PartitionOptimizer(trace, costs)
-        last = len(trace.tensors)
-        best = min(
-            partition_optimizer.best_partitions(
-                ((s, Operation.ALL_REDUCE), (last, Operation.REDUCE_SCATTER))
-            ).seconds
-            for s in range(last + 1)
-        )
-        shortest = iteration_s(plan("hybrid", trace, costs, tolerance=0), trace, costs)
-        assert shortest <= best * (1 + 1.1e-4)
-
-
 def test_near_the_best_of_all_modes() -> None:
     """Every choice for every gradient: usually found, never far off."""
     rng = random.Random(50)

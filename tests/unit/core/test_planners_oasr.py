@@ -167,7 +167,7 @@ def _whole_runs_s(trace: Trace, costs: Costs, ends: tuple[int, ...]) -> float:
 @pytest.mark.parametrize("tolerance", [-1e-3, float("nan"), float("inf")])
 def test_tolerance_must_be_a_finite_number(tolerance: float) -> None:
     trace = reference.random_trace(random.Random(0), 3)
-    with pytest.raises(ValueError, match="tolerance: expected a finite number of at least 0"):
+    with pytest.raises(ValueError, match=r"tolerance: (expected|too large)"):
         oasr(trace, Costs(LinearCost(1.0, 0.0)), tolerance=tolerance)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support import reference
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Group, Plan
-from wfbp.core.planners import plan
+from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.planners.partition import plan_of_runs
 from wfbp.core.timeline import iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
@@ -54,6 +54,7 @@ def test_by_hand_under_interference() -> None:
     assert found.backward_end_s == 6.0
     assert found.iteration_s == 11.5
     assert found.exposed_s == 4.0
+    assert [g.exposed_s for g in found.groups] == [0.0, 0.0, 2.0]
 
 
 def test_without_overlap_all_leave_when_backward_ends() -> None:
@@ -165,6 +166,7 @@ def test_decoupled_by_hand() -> None:
     assert found.backward_end_s == 4.0
     assert found.iteration_s == 11.5
     assert found.exposed_s == 4.0
+    assert [g.exposed_s for g in found.groups] == [2.0, 1.0, 1.0]
 
 
 def test_decoupled_by_hand_under_interference() -> None:
@@ -173,6 +175,17 @@ def test_decoupled_by_hand_under_interference() -> None:
     costs = Costs(LinearCost(9.0, 9.0), LinearCost(2.0, 0.0), LinearCost(0.0, 0.1), kappa=1.0)
     found = timeline(decoupled(trace, ((0,), (1, 2))), trace, costs)
     assert found.iteration_s == 6.0 + 0.5 + 5.0
+    assert [g.exposed_s for g in found.groups] == [2.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("schedule", PLANNERS)
+def test_exposed_messages_add_up(schedule: str) -> None:
+    rng = random.Random(schedule)
+    for _ in range(20):
+        trace = reference.random_trace(rng, rng.randint(1, 12))
+        costs = Costs(LinearCost(rng.uniform(0, 2), rng.uniform(0, 1e-2)))
+        found = timeline(plan(schedule, trace, costs), trace, costs)
+        assert sum(g.exposed_s for g in found.groups) == pytest.approx(found.exposed_s, abs=1e-9)
 
 
 def test_a_gather_out_of_order_makes_all_wait() -> None:

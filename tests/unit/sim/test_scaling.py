@@ -123,7 +123,7 @@ def test_costs_never_fall_with_workers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"algorithm": "star"}, "'star' is not known; known are ring, tree, halving_doubling, hie"),
+        ({"algorithm": "star"}, "'star'; expected one of ring, tree, halving_doubling, hie"),
         ({"workers": 0}, "workers: expected at least 1, found 0"),
         ({"algorithm": "hierarchical"}, "node: missing for 'hierarchical'"),
         ({"node": NODE}, "node: not used for 'ring'"),

@@ -71,7 +71,7 @@ _ALL_BUT_HYBRID = {
     ),
     "independent": PlannerEntry(independent, decouples=True, slow=True),
 }
-_RIVALS = {entry.planner: entry.decouples for entry in _ALL_BUT_HYBRID.values()}
+_RIVALS = [entry.planner for entry in _ALL_BUT_HYBRID.values()]
 _HYBRID = PlannerEntry(partial(hybrid, rivals=_RIVALS), decouples=True, slow=True)
 
 PLANNERS: Mapping[str, PlannerEntry] = MappingProxyType({**_ALL_BUT_HYBRID, "hybrid": _HYBRID})
@@ -117,7 +117,4 @@ def plan(schedule: str, trace: Trace, costs: Costs, **options: Any) -> Plan:
         >>> plan("oasr", Trace.uniform("w", 9, 1.0, 2.0), Costs(LinearCost(1e-3, 1e-9))).schedule
         'oasr'
     """
-    if schedule not in PLANNERS:
-        known = ", ".join(PLANNERS)
-        raise ValueError(f"schedule {schedule!r} is not known; known are {known}")
-    return PLANNERS[schedule].planner(trace, costs, **options)
+    return PLANNERS[one_of("schedule", schedule, tuple(PLANNERS))].planner(trace, costs, **options)

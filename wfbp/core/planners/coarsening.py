@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from wfbp.core.plan import Group, Plan, split_by_dtype
-from wfbp.core.planners.partition import Modes
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Phase, TensorSpec
 
@@ -46,11 +45,6 @@ def coarsened(trace: Trace, boundaries: Sequence[int]) -> Trace:
             )
         )
     return Trace(trace.model, tuple(reversed(merged)), trace.other_s)
-
-
-def refined(modes: Modes, boundaries: Sequence[int]) -> Modes:
-    """Modes of a coarsened trace as modes of its original."""
-    return tuple((boundaries[end], operation) for end, operation in modes)
 
 
 def expanded(plan: Plan, trace: Trace, boundaries: Sequence[int]) -> Plan:

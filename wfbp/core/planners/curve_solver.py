@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.core.planners.partition import Partition, Row
+from wfbp.core.planners.partition import Partition, Row, measure
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -20,12 +20,11 @@ ROUNDING = 1e-12
 
 
 class CurveSolver:
-    """Exact answers for any monotone cost; a message takes cost / (1 + kappa) on the compute clock.
-
-    A run of several element types costs one message per type, sent when its last gradient exists.
-    """
+    """Exact for any monotone cost; a message takes cost / (1 + kappa) on the compute clock."""
 
     def __init__(self, row: Row, kappa: float) -> None:
+        self._gradients = row
+        self._kappa = kappa
         self._n = len(row.sizes)
         self._r = np.array([0.0, *row.ready_s])
         self._floor = row.floor_s
@@ -82,7 +81,7 @@ class CurveSolver:
         while j > 0:
             ends.append(j)
             j = int(previous[j])
-        return self._partition(ends[::-1])
+        return measure(self._gradients, ends[::-1], self._kappa)
 
     def cheapest(self, makespan: float) -> Partition | None:
         """Least busy time for deadline D, by a programme from the end.
@@ -128,7 +127,7 @@ class CurveSolver:
         ends = [int(following[0])]
         while ends[-1] < self._n:
             ends.append(int(following[ends[-1]]))
-        return self._partition(ends)
+        return measure(self._gradients, ends, self._kappa)
 
     def fewest(
         self, makespan: float, accept: Callable[[Partition], bool], at_most: int
@@ -156,7 +155,7 @@ class CurveSolver:
                 ends = [0]
                 for table in reversed(followings):
                     ends.append(int(table[ends[-1]]))
-                partition = self._partition(ends[1:])
+                partition = measure(self._gradients, ends[1:], self._kappa)
                 if accept(partition):
                     return partition
                 busy[0] = np.inf
@@ -178,16 +177,3 @@ class CurveSolver:
             least[better] = through_first[better]
             following[better] = js[first[better]]
         return least, following
-
-    def _partition(self, ends: Sequence[int]) -> Partition:
-        at = busy = 0.0
-        start = 0
-        for end in ends:
-            seconds = 0.0
-            for count, nbytes in zip(self._count, self._bytes, strict=True):
-                if count[end] > count[start]:
-                    seconds += self._cost[end](float(nbytes[end] - nbytes[start]))
-            at = max(at, float(self._r[end])) + self._speed * seconds
-            busy += seconds
-            start = end
-        return Partition(tuple(ends), max(at, self._floor), busy)

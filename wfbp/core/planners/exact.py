@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from wfbp.core.checks import number
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
-from wfbp.core.planners.optimum import TOLERANCE, check_tolerance, optimum, solver_of, within
+from wfbp.core.planners.optimum import TOLERANCE, optimum, solver_of, within
 from wfbp.core.planners.partition import Rows, all_by, plan_of_phases, plan_of_runs
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
@@ -22,7 +23,7 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     messages may be sent earlier, never later. Source: our exact formulation of Song et al.,
     "OASR-WFBP", JPDC 2025.
     """
-    check_tolerance(tolerance)
+    number("tolerance", tolerance)
     modes = all_by(Operation.ALL_REDUCE, len(trace.tensors))
     solver = solver_of(Rows(trace, costs).backward(modes), costs.kappa)
     lag = costs.kappa / (1.0 + costs.kappa)
@@ -39,7 +40,7 @@ def independent(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> 
     fewest groups within half of the relative ``tolerance``. Source: the decoupling is DeAR's (Zhang
     et al., ICDCS 2023); the separate exact partitions are ours (docs/explanation/planning.md).
     """
-    check_tolerance(tolerance)
+    number("tolerance", tolerance)
     lag = costs.kappa / (1.0 + costs.kappa)
     modes = all_by(Operation.REDUCE_SCATTER, len(trace.tensors))
     rows = Rows(trace, costs)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.core.cost import Costs, LinearCost
+from wfbp.core.checks import number
+from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
-from wfbp.core.planners.coarsening import coarsened, even_progress, refined, spread_boundaries
+from wfbp.core.planners.coarsening import even_progress, spread_boundaries
 from wfbp.core.planners.optimum import (
     PRECISION,
     ROUNDING,
     TOLERANCE,
-    check_tolerance,
     fewest,
     finish_s,
     optimum,
@@ -129,7 +128,7 @@ def _joined(modes: Modes) -> Modes:
 
 Floats = npt.NDArray[np.float64]
 
-MAX_BORDERS = 48  # boundaries between which groups are sought, if there are more tensors
+MAX_BORDERS = 64  # boundaries between which groups are sought, if there are more tensors
 MAX_STATES = 48  # Pareto states kept per boundary
 
 
@@ -189,51 +188,7 @@ def _pareto(f: Floats, g: Floats) -> npt.NDArray[np.int64]:
     return front
 
 
-POSITIONS = 24  # boundaries looked at in one round, if there are more tensors
-
-
-def best_split(trace: Trace, optimize: Callable[[Modes], PhasePartitions]) -> PhasePartitions:
-    """The best boundaries s <= t: gradients s+1..t are decoupled, the others all-reduced.
-
-    The idle channel early in backward favours all-reduce for the first gradients; so does an
-    all-reduce cheaper than its halves for the last. First searches s with t = L, then t.
-    """
-    last = len(trace.tensors)
-    progress = even_progress(trace)
-
-    def split(s: int, t: int) -> PhasePartitions:
-        return optimize(
-            (
-                (s, Operation.ALL_REDUCE),
-                (t, Operation.REDUCE_SCATTER),
-                (last, Operation.ALL_REDUCE),
-            )
-        )
-
-    first = _least(lambda s: split(s, last), progress, 0, last)
-    return _least(lambda t: split(first[0], t), progress, first[0], last)[1]
-
-
-def _least(
-    score: Callable[[int], PhasePartitions], progress: Sequence[float], low: int, high: int
-) -> tuple[int, PhasePartitions]:
-    """The boundary of the shortest iteration: even positions, then narrower around the best."""
-    scores: dict[int, PhasePartitions] = {}
-    while True:
-        for position in spread_boundaries(progress, low, high, POSITIONS):
-            if position not in scores:
-                scores[position] = score(position)
-        best = min(scores, key=lambda at: (scores[at].seconds, at))
-        known = sorted(scores)
-        at = known.index(best)
-        low, high = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
-        if high - best <= 1 and best - low <= 1:
-            return best, scores[best]
-
-
-SEARCH_PRECISION = 1e-4  # of iterations while modes are compared
 MIXED_PRECISION = 1e-6  # of runs, with interference, for modes that no other planner has
-MAX_CURVE_TENSORS = 64  # on which modes are sought for measured curves, in quadratic time
 
 
 def hybrid(
@@ -241,39 +196,28 @@ def hybrid(
     costs: Costs,
     *,
     tolerance: float = TOLERANCE,
-    rivals: Mapping[Callable[..., Plan], bool] = MappingProxyType({}),
+    rivals: Sequence[Callable[..., Plan]] = (),
 ) -> Plan:
-    """The best of all-reduce alone, decoupling alone, and two mixtures (planning.md).
+    """The best of all-reduce alone, decoupling alone, and a mixture (planning.md).
 
     Decoupling moves half of the bytes into forward, which pays if forward hides them and backward
-    cannot. :func:`best_split` and :func:`shared_modes` choose modes; then both phases are cut
-    exactly. Returns the fewest groups within the relative ``tolerance`` that are no slower than the
-    plan of any of ``rivals`` (other planners, and whether each decouples).
+    cannot. :func:`shared_modes` chooses modes; then both phases are cut exactly.
+    Returns the fewest groups within the relative ``tolerance`` that are no slower than the plan of
+    any of ``rivals``, the other planners.
     """
-    check_tolerance(tolerance)
+    number("tolerance", tolerance)
     partition_optimizer = PartitionOptimizer(trace, costs)
     num_tensors = len(trace.tensors)
-    reduced, decoupled = (
+    candidates = [
         partition_optimizer.best_partitions(all_by(operation, num_tensors))
         for operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
-    )
-    mixed = [
-        partition_optimizer.best_partitions(modes, MIXED_PRECISION)
-        for modes in (split_modes(trace, costs), shared_modes(trace, costs))
     ]
-    candidates = [reduced, decoupled, *mixed]
+    modes = shared_modes(trace, costs)
+    candidates.append(partition_optimizer.best_partitions(modes, MIXED_PRECISION))
     best_s = min(partitions.seconds for partitions in candidates)
-    latest_s = best_s * (1.0 + tolerance)
-    # With one element type no planner of a family beats the family's optimum.
-    one_type = len({t.spec.real_dtype for t in trace.tensors}) == 1
-    plans: list[Plan] = []
-    for best in (reduced, decoupled):
-        if not one_type or best.seconds * (1.0 - 2 * PRECISION) <= latest_s:
-            family = [
-                planner for planner, splits in rivals.items() if splits is (best is decoupled)
-            ]
-            plans += [planner(trace, costs) for planner in family]
-    latest_s = min([latest_s, *(iteration_s(plan, trace, costs) for plan in plans)])
+    plans = [planner(trace, costs) for planner in rivals]
+    rivals_s = (iteration_s(plan, trace, costs) for plan in plans)
+    latest_s = min([best_s * (1.0 + tolerance), *rivals_s])
     in_time = [found for found in candidates if found.seconds <= latest_s]
     candidates += [partition_optimizer.with_fewer_groups(found, latest_s) for found in in_time]
     plans += [_plan_of(trace, found) for found in candidates]
@@ -286,20 +230,3 @@ def hybrid(
         if seconds <= latest_s
     )
     return replace(plans[index], schedule="hybrid")
-
-
-def split_modes(trace: Trace, costs: Costs) -> Modes:
-    """Modes of the best split; on a coarsened trace if exact partitions take long."""
-    curves = [costs.of(operation) for operation in Operation]
-    dtypes = {t.spec.real_dtype for t in trace.tensors}
-    boundaries = list(range(len(trace.tensors) + 1))
-    if len(dtypes) > 1 or not all(isinstance(curve, LinearCost) for curve in curves):
-        boundaries = spread_boundaries(
-            even_progress(trace), 0, len(trace.tensors), MAX_CURVE_TENSORS
-        )
-        trace = coarsened(trace, boundaries)
-    partition_optimizer = PartitionOptimizer(trace, costs)
-    best = best_split(
-        trace, lambda modes: partition_optimizer.best_partitions(modes, SEARCH_PRECISION)
-    )
-    return refined(best.modes, boundaries)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 
 from wfbp.core.cost import LinearCost
-from wfbp.core.planners.partition import Partition, Row
+from wfbp.core.planners.partition import Partition, Row, measure
 
 
 class LinearSolver:
     """Exact for costs alpha + beta * m and one element type; messages take cost / (1 + kappa)."""
 
     def __init__(self, row: Row, kappa: float) -> None:
-        self._speed = 1.0 / (1.0 + kappa)
+        self._gradients = row
+        self._kappa = kappa
+        speed = 1.0 / (1.0 + kappa)
         self._r = row.ready_s
         self._floor = row.floor_s
         prefix = list(accumulate(row.sizes, initial=0))
@@ -24,8 +26,8 @@ class LinearSolver:
         self._pieces: list[tuple[int, int, float, list[float]]] = []
         for start, end, cost in row.pieces():
             assert isinstance(cost, LinearCost)
-            sent = [self._speed * (cost.beta_s_per_byte * p) for p in prefix[start : end + 1]]
-            self._pieces.append((start, end, self._speed * cost.alpha_s, sent))
+            sent = [speed * (cost.beta_s_per_byte * p) for p in prefix[start : end + 1]]
+            self._pieces.append((start, end, speed * cost.alpha_s, sent))
 
     def fastest(self) -> Partition:
         """finish(j) = min over i < j of max(finish(i), r_j) + alpha + beta * (P_j - P_i), in O(L).
@@ -65,7 +67,7 @@ class LinearSolver:
         while j > 0:
             ends.append(j)
             j = previous[j]
-        return self._partition(ends[::-1])
+        return measure(self._gradients, ends[::-1], self._kappa)
 
     def cheapest(self, makespan: float, at_most: int | None = None) -> Partition | None:
         """The partition of least busy time with makespan at most D: greedy from the end.
@@ -96,7 +98,7 @@ class LinearSolver:
                     return None
                 j = i
             deadline -= t * alpha + sent[-1] - sent[0]
-        return self._partition(ends[::-1])
+        return measure(self._gradients, ends[::-1], self._kappa)
 
     def fewest(
         self, makespan: float, accept: Callable[[Partition], bool], at_most: int
@@ -104,16 +106,3 @@ class LinearSolver:
         """The cheapest: within a segment it has the fewest runs too."""
         partition = self.cheapest(makespan, at_most)
         return partition if partition is not None and accept(partition) else None
-
-    def _partition(self, ends: Sequence[int]) -> Partition:
-        at = busy = 0.0
-        pieces = iter(self._pieces)
-        start = last = first = 0
-        for end in ends:
-            if start == last:
-                first, last, alpha, sent = next(pieces)
-            seconds = alpha + (sent[end - first] - sent[start - first])
-            at = max(at, self._r[end - 1]) + seconds
-            busy += seconds / self._speed
-            start = end
-        return Partition(tuple(ends), max(at, self._floor), busy)

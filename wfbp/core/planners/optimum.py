@@ -17,12 +17,6 @@ PRECISION = 1e-10  # relative, of the optimum with interference, which is search
 ROUNDING = 1e-12
 
 
-def check_tolerance(tolerance: float) -> None:
-    """Raise ``ValueError`` unless the tolerance is finite and at least 0."""
-    if not 0.0 <= tolerance < float("inf"):
-        raise ValueError(f"tolerance: expected a finite number of at least 0, found {tolerance!r}")
-
-
 def solver_of(row: Row, kappa: float) -> Solver:
     """The fastest solver that is exact for this row."""
     linear = all(isinstance(cost, LinearCost) for _, cost in row.segments)

@@ -46,7 +46,10 @@ class Partition:
 
 
 def measure(row: Row, ends: Sequence[int], kappa: float) -> Partition:
-    """A given partition with its makespan and busy time, for one element type."""
+    """A given partition with its makespan and busy time.
+
+    A run of several element types costs one message per type, sent when its last gradient exists.
+    """
     speed = 1.0 / (1.0 + kappa)
     at = busy = 0.0
     start = 0
@@ -55,7 +58,15 @@ def measure(row: Row, ends: Sequence[int], kappa: float) -> Partition:
     for end in ends:
         while end > segment_end:
             segment_end, cost = next(segments)
-        seconds = cost(sum(row.sizes[start:end]))
+        sizes, dtypes = row.sizes[start:end], row.dtypes[start:end]
+        kinds = sorted(set(dtypes))
+        parts = [sizes]
+        if len(kinds) > 1:
+            parts = [
+                [nbytes for nbytes, dtype in zip(sizes, dtypes, strict=True) if dtype == kind]
+                for kind in kinds
+            ]
+        seconds = sum(cost(sum(part)) for part in parts)
         at = max(at, row.ready_s[end - 1]) + speed * seconds
         busy += seconds
         start = end

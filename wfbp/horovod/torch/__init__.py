@@ -105,24 +105,18 @@ def mpi_threads_supported() -> bool:
     return True
 
 
-def mpi_enabled() -> bool:
+def mpi_built(verbose: bool = False) -> bool:
     """Whether ranks talk through MPI: always."""
     return True
 
 
-def gloo_enabled() -> bool:
-    """Whether ranks talk through Gloo: never."""
-    return False
-
-
-def mpi_built(verbose: bool = False) -> bool:
-    """Whether ranks can talk through MPI: always."""
-    return True
-
-
 def gloo_built(verbose: bool = False) -> bool:
-    """Whether ranks can talk through Gloo: never."""
+    """Whether Gloo, IBM's or Intel's library, or an AMD device is used: never."""
     return False
+
+
+mpi_enabled = mpi_built
+gloo_enabled = ddl_built = ccl_built = rocm_built = gloo_built
 
 
 def nccl_built(verbose: bool = False) -> int:
@@ -133,24 +127,9 @@ def nccl_built(verbose: bool = False) -> int:
     return 0
 
 
-def ddl_built(verbose: bool = False) -> bool:
-    """Whether IBM's library is used: never."""
-    return False
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Whether Intel's library is used: never."""
-    return False
-
-
 def cuda_built(verbose: bool = False) -> bool:
     """Whether gradients on CUDA devices can be served: if CuPy is installed."""
     return find_spec("cupy") is not None
-
-
-def rocm_built(verbose: bool = False) -> bool:
-    """Whether AMD's devices can be served: never."""
-    return False
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

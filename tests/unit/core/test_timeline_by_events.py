@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from tests.support import reference
+from tests.support.simulation import Simulation, simulate
 from tests.unit.core.test_planners import TRACES, cluster
 from tests.unit.core.test_planners_decoupled import random_costs
 from wfbp.core.cost import Costs, LinearCost
@@ -17,7 +18,6 @@ from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, Phase, TensorSpec
-from wfbp.sim.simulate import Simulation, simulate
 
 
 def random_plan(rng: random.Random, trace: Trace) -> Plan:

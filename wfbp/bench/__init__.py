@@ -1,1 +1,0 @@
-"""The comparisons of ``wfbp bench``; wfbp's own benchmarks are in ``tests/benchmarks``."""
