@@ -12,7 +12,7 @@ from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, sch
 from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.cost import Costs
-from wfbp.sim.scaling import ALGORITHMS, Link, Node, link_of, scale
+from wfbp.sim.scaling import ALGORITHMS, Link, Node, control_s, link_of, scale
 from wfbp.sim.sweep import SweepRow, sweep
 
 DEFAULT_WORKERS = ",".join(str(2**k) for k in range(2, 12))
@@ -101,13 +101,13 @@ def command(
     known = measured_on or by_ranks
     measured_on = known or 2
     source = link_of(costs) if per_link else costs
+    link = source if isinstance(source, Link) else _link(costs, measured_on)
     node = None
     if algorithm == HIERARCHICAL:
         if within is not None:
             _, inner, inner_ranks, _ = load(trace, within, optimizer)
             node = Node(ranks_per_host, inner, inner_ranks or 2)
         else:
-            link = source if isinstance(source, Link) else _link(costs, measured_on)
             fast = Link(link.alpha_s / FAST, link.beta_s_per_byte / FAST)
             node = Node(ranks_per_host, fast)
     elif within is not None:
@@ -121,6 +121,7 @@ def command(
                 "ratio_to_lower_bound": ratio_to_lower_bound(row.iteration_s, row.lower_bound_s),
                 "efficiency": row.efficiency,
                 "speedup": row.speedup,
+                "control_s": control_s(link, row.workers),
             }
             for row in rows
         ]
@@ -134,6 +135,7 @@ def command(
     else:
         origin = f"costs were measured among {known} workers"
     compute_ms = milliseconds(rows[0].compute_s)
+    most = max(workers)
     print_table(
         f"{model.model or 'model'} by {algorithm}: iteration in ms "
         f"({compute_ms} ms without communication)",
@@ -141,6 +143,8 @@ def command(
         [_cells(rows[start : start + len(names)]) for start in range(0, len(rows), len(names))],
         [
             "efficiency and speed-up are those of the best schedule, over one worker",
+            f"control messages before the first plan take at most {control_s(link, most):.2g} s "
+            f"with {most} workers",
             origin,
         ],
     )

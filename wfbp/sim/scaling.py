@@ -67,6 +67,10 @@ ALGORITHMS = (*FLAT, "hierarchical")
 
 CHUNK_BYTES = 3 << 19
 """Chunk of a two-level collective, half a window of ``comm.mpi.transfers.Chunking``."""
+CONTROL_EXCHANGES = 60
+"""Control exchanges from start to the first plan; docs/benchmarks/hosts.md counts 27 to 57."""
+CONTROL_BYTES = 512
+"""Size of a control message; the mean was 180 to 360."""
 
 
 def scale(
@@ -175,6 +179,19 @@ def _pipelined(between: Costs, within: Costs) -> Costs:
         both(Operation.ALL_GATHER),
         between.kappa,
     )
+
+
+def control_s(link: Link, workers: int) -> float:
+    """Upper estimate of the seconds for control messages, from a job's start to its first plan.
+
+    Every rank sends every other rank one message per exchange. The estimate is for one message
+    after another. Later steps have no control messages.
+
+    Example:
+        >>> round(control_s(Link(alpha_s=1e-6, beta_s_per_byte=0.0), 2048), 2)
+        0.12
+    """
+    return CONTROL_EXCHANGES * (workers - 1) * link(CONTROL_BYTES)
 
 
 def link_of(costs: Costs) -> Link:

@@ -30,6 +30,10 @@ def test_rows_are_all_workers_with_all_schedules(tmp_path: Path) -> None:
         assert row["ratio_to_lower_bound"] == pytest.approx(ratio)
         assert row["efficiency"] == pytest.approx(alone_s / row["iteration_s"])
         assert row["speedup"] == pytest.approx(row["workers"] * row["efficiency"])
+    few, many = (row["control_s"] for row in data["results"][:: len(PLANNERS)])
+    assert many == pytest.approx(few * 63 / 3)
+    shown = wfbp("simulate", RESNET, "--cost", cost_file(tmp_path), "--workers", "4,64").out
+    assert f"at most {many:.2g} s with 64 workers" in shown
 
 
 def test_costs_at_their_own_size_are_those_of_the_plan(tmp_path: Path) -> None:
