@@ -1,6 +1,6 @@
 """``python -m tests.benchmarks peers``: wfbp, DDP, Horovod and plain MPI, for the front page.
 
-Runs ``examples/compare.py`` on two ranks with one thread each: several models, in shared memory and
+Runs ``wfbp bench training`` on two ranks with one thread each: several models, in shared memory and
 over links of 10 and 1 Gbit/s (network namespaces, so it needs root). Prints a table in Markdown and
 draws the picture of the front page. Horovod competes if it is installed. Results in the file of
 ``--json`` are kept and drawn too, so that models can be measured one after another.
@@ -45,12 +45,11 @@ CONTESTANTS = {
 }
 """In the order of table and picture."""
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "peers.svg"
-COMPARE = Path(__file__).parents[2] / "examples" / "compare.py"
 NOT_MEASURED = "not available"
 
 
 class WithLoss(torch.nn.Module):
-    """A model of the training benchmark as ``examples/compare.py`` calls it."""
+    """A model of the training benchmark as ``wfbp bench training`` calls it."""
 
     def __init__(self, body: torch.nn.Module) -> None:
         super().__init__()
@@ -124,10 +123,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def measure(model: str, link: str, rounds: int) -> dict[str, Any] | None:
-    """What ``examples/compare.py --json`` writes; None if it failed, having said why."""
+    """What ``wfbp bench training --json`` writes; None if it failed, having said why."""
     here = [n for n in CONTESTANTS if n != "horovod" or find_spec("horovod") is not None]
     words = ["--model", f"{__name__}:{model}", "--contestants", ",".join(["none", *here])]
-    program = [sys.executable, str(COMPARE), *words]
+    program = [sys.executable, "-m", "wfbp", "bench", "training", *words]
     command = [*launch_command(link, 2), *program, "--rounds", str(rounds), "--json"]
     print(f"{MODELS[model]}, {LINKS[link]}", file=sys.stderr, flush=True)
     # Fewer steps per candidate than usual, so that slow models are ready sooner.

@@ -1,4 +1,4 @@
-"""``examples/compare.py`` and the project's own benchmark of collectives, on two ranks."""
+"""``wfbp bench`` and the project's own benchmark of collectives, on two ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support import launcher
+from tests.support.cli_runs import assert_refused, wfbp
 
 pytest.importorskip("torch")
 pytest.importorskip("rich")
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
 
-COMPARE = launcher.ROOT / "examples" / "compare.py"
 Mpirun = Callable[..., launcher.Run]
 QUICK = {"WFBP_WARMUP_STEPS": "1", "WFBP_PROFILE_STEPS": "1", "WFBP_PROBE_BUDGET_S": "0.02"}
 SOON = {**QUICK, "WFBP_TRIAL_STEPS": "1"}
@@ -48,12 +48,12 @@ def test_training(mpirun: Mpirun, tmp_path: Path) -> None:
     """A model of the user's own, by all contestants."""
     (tmp_path / "tiny.py").write_text(TINY)
     path = f"{launcher.ROOT}:{tmp_path}"
-    words = ("--model", "tiny:make", "--rounds", 2, "--json")
-    run = mpirun(2, COMPARE, *words, env={**SOON, "PYTHONPATH": path})
+    words = ("training", "--model", "tiny:make", "--rounds", 2, "--json")
+    run = mpirun(2, "-m", "wfbp", "bench", *words, env={**SOON, "PYTHONPATH": path})
     assert run.rc == 0, run
     document = json.loads(run.stdout)
     assert document["ranks"] == 2
-    assert document["command"] == [*map(str, words)]
+    assert document["command"] == ["bench", *map(str, words)]
     best = [name for name in document["seconds"] if name.startswith("ddp-")]
     assert len(best) == 1, best
     assert {name: len(times) for name, times in document["seconds"].items()} == dict.fromkeys(
@@ -71,7 +71,8 @@ def test_a_contestant_that_trains_something_else_is_told(mpirun: Mpirun, tmp_pat
     path = f"{launcher.ROOT}:{tmp_path}"
     words = ("--model", "noisy:make", "--contestants", "wfbp-layerwise")
     variables = {**SOON, "PYTHONPATH": path}
-    run = mpirun(2, COMPARE, *words, env=variables, preloaded="torch")
+    command = ("-m", "wfbp", "bench", "training", *words)
+    run = mpirun(2, *command, env=variables, preloaded="torch")
     assert run.rc not in (0, None), run
     assert "wfbp-layerwise trains something else than mpi-per-tensor" in run.stderr, run
 
@@ -82,10 +83,10 @@ def test_ddp_finds_an_address_where_hosts_share_a_name(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(TINY)
     variables = {**SOON, "PYTHONPATH": f"{launcher.ROOT}:{tmp_path}"}
     words = ("--model", "tiny:make", "--rounds", "1", "--contestants", "ddp", "--json")
-    unset = ("env", "-u", "GLOO_SOCKET_IFNAME", "-u", "MASTER_ADDR", sys.executable, COMPARE)
+    unset = ("env", "-u", "GLOO_SOCKET_IFNAME", "-u", "MASTER_ADDR", sys.executable, "-m", "wfbp")
     link = (sys.executable, launcher.ROOT / "launch" / "link.py", "run", "--expect-bytes", "1000")
     done = subprocess.run(
-        [*map(str, link), "--rate", "1gbit", "--", *map(str, unset), *words],
+        [*map(str, link), "--rate", "1gbit", "--", *unset, "bench", "training", *words],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -117,9 +118,11 @@ def test_peers_are_compared(tmp_path: Path) -> None:
 
 
 def test_one_rank_is_refused(mpirun: Mpirun) -> None:
-    run = mpirun(1, COMPARE, preloaded="torch")
+    run = mpirun(1, "-m", "wfbp", "bench", "training", preloaded="torch")
     assert run.rc == 2, run
-    assert "a comparison needs at least two ranks; start it as: mpirun -np N" in run.stderr
+    assert (
+        "a benchmark needs at least two ranks; start it as: mpirun -np N wfbp bench" in run.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,10 +136,7 @@ def test_one_rank_is_refused(mpirun: Mpirun) -> None:
     ],
 )
 def test_what_is_unknown_is_told(words: tuple[str, ...], told: str) -> None:
-    command = [sys.executable, COMPARE, *words]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert run.returncode == 2, run
-    assert told in run.stderr
+    assert_refused(wfbp("bench", "training", *words), told)
 
 
 @pytest.mark.slow

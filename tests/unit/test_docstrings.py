@@ -13,6 +13,7 @@ from wfbp.runtime import process
 PACKAGE = Path(__file__).resolve().parents[2] / "wfbp"
 ELSEWHERE = (
     "cuda",
+    "bench",
     "integrations",
     "comm/mpi/start_notice.py",
 )

@@ -27,12 +27,13 @@ BELOW: dict[str, set[str]] = {
 TOP: dict[str, set[str]] = {
     "torch": set(),
     "jax": set(),
-    "cli": set(),
+    "cli": {"bench"},
     "__main__": {"cli"},
     "cupy_arrays": set(),
     "dispatch": {"cupy_arrays", "torch", "jax"},
     "collectives": {"dispatch"},
     "horovod": {"torch"},
+    "bench": {"torch"},
     "integrations": {"torch", "horovod"},
 }
 """At the top: each may import all of the above, and of each other only what is stated."""
@@ -41,11 +42,12 @@ FRAMEWORKS = {
     "torch": {
         "torch",
         "horovod",
+        "bench",
         "dispatch",
         "integrations",
     },  # dispatch: for signatures alone
     "jax": {"jax", "dispatch"},
-    "mpi4py": {"comm"},
+    "mpi4py": {"comm", "bench"},
 }
 """Which parts may import these foreign packages."""
 

@@ -24,8 +24,9 @@ COMMANDS = (
     "probe",
     "report",
     "timeline",
+    "bench",
 )
-_ON_RANKS = ("wfbp probe",)
+_ON_RANKS = ("wfbp probe", "wfbp bench")
 """Commands that mpirun starts on every rank."""
 BAD_INPUT = 2
 FAILURE = 1

@@ -48,6 +48,11 @@ def test_no_command_shows_the_help() -> None:
         (("run", "-n", "2", "no.py"), "wfbp run: error: no.py: no such file in"),
         (("run", "--hostfile", "no", "true"), "wfbp run: error: no: No such file"),
         (("probe", "--seconds"), "wfbp probe: error: Option '--seconds' requires an argument."),
+        (
+            ("bench", "training", "--rounds"),
+            "wfbp bench: error: Option '--rounds' requires an",
+        ),
+        (("bench", "no"), "wfbp bench: error: No such command 'no'."),
         (("plan", "t.json", "u.json", "--cost", "c.json"), "unexpected extra argument"),
     ],
 )
@@ -55,7 +60,7 @@ def test_bad_usage_is_one_line(arguments: tuple[str, ...], message: str) -> None
     assert_refused(wfbp(*arguments), message)
 
 
-@pytest.mark.parametrize("name", ["", *COMMANDS])
+@pytest.mark.parametrize("name", ["", *COMMANDS, "bench training"])
 def test_help_fits_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = wfbp(*name.split(), "--help")
@@ -65,9 +70,10 @@ def test_help_fits_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_of_all_ranks_the_first_one_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = ("probe", "--seconds", "-1")
+    wrong = ("bench", "training", "--rounds", "0")
     monkeypatch.setenv("PMI_RANK", "0")
-    assert_refused(wfbp(*wrong), "wfbp probe: error: Invalid value")
+    assert_refused(wfbp(*wrong), "wfbp bench: error: Invalid value")
+    assert_refused(wfbp("probe", "--seconds", "-1"), "wfbp probe: error: Invalid value")
     monkeypatch.setenv("PMI_RANK", "1")
     assert wfbp(*wrong) == (2, "", "")
     assert wfbp("probe", "--seconds", "-1") == (2, "", "")

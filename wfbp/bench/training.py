@@ -1,35 +1,26 @@
-"""Time training iterations of wfbp, PyTorch DDP, Horovod and plain MPI, on this job's ranks.
+"""Whole training iterations of wfbp, PyTorch DDP, Horovod and plain MPI, on this job's ranks.
 
-    mpirun -np 2 python examples/compare.py --model transformer
-    mpirun -np 2 python examples/compare.py --model MODULE:FUNCTION
-
-FUNCTION returns a model, whose ``model(*batch)`` is the loss, and a function that makes a batch
-from a seed. All contestants start from the same state and must reach the same parameters before
-anything is timed. Then each runs one block of iterations per round, in an order shuffled every
-round, so that foreign load affects all. A time is the mean of all ranks' times.
+All contestants start from the same state and must reach the same parameters before anything is
+timed. Then each runs one block of iterations per round, in an order shuffled every round, so that
+foreign load affects all. A time is the mean of all ranks' times.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import random
 import re
 import socket
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import click
 import torch
 from mpi4py import MPI
 from torch import nn
@@ -37,9 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import wfbp.torch
 import wfbp.torch.distributed
-from wfbp.cli.tables import milliseconds, print_table
 from wfbp.launcher.hosts import interfaces
-from wfbp.runtime.runtime import FORWARDING_S
 
 Batch = tuple[Any, ...]
 Make = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
@@ -85,17 +74,16 @@ def _random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def model_named(text: str) -> Make:
-    """A model of :data:`MODELS`, or of a program, ``module:function``; else ``UsageError``."""
+    """A model of :data:`MODELS`, or of a program, ``module:function``; else ``ValueError``."""
     if text in MODELS:
         return MODELS[text]
-    sys.path.insert(0, os.getcwd())
     module, _, name = text.partition(":")
     if not name:
-        raise click.UsageError(f"model {text!r}: expected {', '.join(MODELS)} or MODULE:FUNCTION")
+        raise ValueError(f"model {text!r}: expected {', '.join(MODELS)} or MODULE:FUNCTION")
     try:
         made: Make = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise click.UsageError(f"model {text!r}: {error}") from error
+        raise ValueError(f"model {text!r}: {error}") from error
     return made
 
 
@@ -216,17 +204,17 @@ CONTESTANTS = {
 
 
 def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
-    """The function that makes a contestant of this name; ``UsageError`` if there is none."""
+    """The function that makes a contestant of this name; ``ValueError`` if there is none."""
     if name.startswith("wfbp-"):
         return ours
     if name == "horovod" and find_spec("horovod") is None:
-        raise click.UsageError("contestant 'horovod': Horovod is not installed")
+        raise ValueError("contestant 'horovod': Horovod is not installed")
     if name in CONTESTANTS:
         return CONTESTANTS[name]
     if re.fullmatch(r"ddp-\d+(\.\d+)?", name):
         return ddp
     known = ", ".join(CONTESTANTS)
-    raise click.UsageError(f"contestant {name!r}: expected {known}, wfbp-SCHEDULE or ddp-MIB")
+    raise ValueError(f"contestant {name!r}: expected {known}, wfbp-SCHEDULE or ddp-MIB")
 
 
 def run(
@@ -363,93 +351,3 @@ def _time(contestant: Contestant, batches: Sequence[Batch], count: int) -> tuple
     sums = (MPI.COMM_WORLD.allreduce(each) for each in took)
     seconds, cpu_seconds = (each / MPI.COMM_WORLD.size / count for each in sums)
     return seconds, cpu_seconds
-
-
-@click.command()
-@click.option("--model", default="mlp", help="mlp, transformer, MODULE:FUNCTION.")
-@click.option(
-    "--contestants",
-    default="none,mpi-per-tensor,ddp,ddp-best,wfbp-auto",
-    help="Comma-separated; also horovod, wfbp-SCHEDULE and ddp-MIB.",
-)
-@click.option("--rounds", type=click.IntRange(1, 1000), default=20)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def main(model: str, contestants: str, rounds: int, device: str, as_json: bool) -> None:
-    """Time training iterations, after checking that results agree.
-
-    ddp has PyTorch's default buckets, ddp-best the fastest of three other sizes.
-    """
-    names = [name for name in contestants.split(",") if name]
-    make = model_named(model)
-    for name in names:
-        maker(name)
-    if MPI.COMM_WORLD.size == 1:
-        raise click.UsageError(
-            "a comparison needs at least two ranks; start it as: mpirun -np N python compare.py"
-        )
-    results = run_or_abort(lambda: run(make, names, rounds, device, say))
-    if results is None:
-        return
-    about = machine()
-    if as_json:
-        times = {
-            "seconds": {c.name: c.seconds for c in results},
-            "cpu_seconds": {c.name: c.cpu_seconds for c in results},
-        }
-        click.echo(json.dumps({**about, "model": model, "device": device, **times}))
-        return
-    (base,) = (c for c in results if c.name == REFERENCE)
-    base_s = statistics.median(base.seconds)
-    rows = []
-    for contestant in results:
-        first, middle, third = statistics.quantiles(
-            contestant.seconds * (2 if rounds == 1 else 1), n=4, method="inclusive"
-        )
-        cpu_s = statistics.median(contestant.cpu_seconds)
-        cells = map(milliseconds, (middle, third - first, cpu_s))
-        rows.append([contestant.name, *cells, f"{middle / base_s:.2f}"])
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    print_table(
-        f"Iterations of {model}",
-        ("<", "median ms", "IQR ms", "CPU ms", f"of {REFERENCE}"),
-        rows,
-        [f"{about['ranks']} ranks; {about['machine']}; {about['mpi']}; {versions}"],
-    )
-
-
-def run_or_abort(act: Callable[[], Any]) -> Any:
-    """Call a function; its result on rank 0, None elsewhere; if one rank fails, all exit."""
-    try:
-        result = act()
-    except Exception as error:
-        message = f"compare.py: error: rank {MPI.COMM_WORLD.rank}: {error}"
-        print(message, file=sys.stderr, flush=True)
-        time.sleep(FORWARDING_S)
-        MPI.COMM_WORLD.Abort(1)
-        raise
-    return result if MPI.COMM_WORLD.rank == 0 else None
-
-
-def say(text: str) -> None:
-    if MPI.COMM_WORLD.rank == 0:
-        print(text, file=sys.stderr, flush=True)
-
-
-def machine() -> dict[str, Any]:
-    """Command, ranks, machine and versions, which affect the results."""
-    versions = {}
-    for package in ("wfbp", "torch", "numpy", "mpi4py"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return {
-        "command": sys.argv[1:],
-        "ranks": MPI.COMM_WORLD.size,
-        "mpi": MPI.Get_library_version().split("\n")[0].strip(" \0"),
-        "machine": platform.platform(),
-        "versions": versions,
-    }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""The comparisons of ``wfbp bench``; wfbp's own benchmarks are in ``tests/benchmarks``."""

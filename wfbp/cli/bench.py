@@ -1,0 +1,70 @@
+"""``wfbp bench``: wfbp beside DDP, Horovod and plain MPI, on the ranks of this job."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import click
+
+from wfbp.cli.inputs import json_option
+from wfbp.cli.tables import milliseconds, print_table
+
+
+@click.group("bench")
+def command() -> None:
+    """Compare wfbp with DDP and plain MPI. Start it like training: mpirun -np N wfbp bench ..."""
+
+
+@command.command("training")
+@click.option("--model", default="mlp", help="mlp, transformer, MODULE:FUNCTION.")
+@click.option(
+    "--contestants",
+    default="none,mpi-per-tensor,ddp,ddp-best,wfbp-auto",
+    help="Comma-separated; also horovod, wfbp-SCHEDULE and ddp-MIB.",
+)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=20)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
+@json_option
+def training(model: str, contestants: str, rounds: int, device: str, as_json: bool) -> None:
+    """Time training iterations, after checking that results agree.
+
+    FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
+    from a seed. ddp has PyTorch's default buckets, ddp-best the fastest of three other sizes.
+    """
+    from wfbp.bench import ranks
+    from wfbp.bench import training as benchmark
+
+    names = [name for name in contestants.split(",") if name]
+    make = benchmark.model_named(model)
+    for name in names:
+        benchmark.maker(name)
+    ranks.need_several()
+    results = ranks.run_or_abort(lambda: benchmark.run(make, names, rounds, device, ranks.say))
+    if results is None:
+        return
+    (base,) = (c for c in results if c.name == benchmark.REFERENCE)
+    base_s = statistics.median(base.seconds)
+    rows = []
+    for contestant in results:
+        first, middle, third = statistics.quantiles(
+            contestant.seconds * (2 if rounds == 1 else 1), n=4, method="inclusive"
+        )
+        cpu_s = statistics.median(contestant.cpu_seconds)
+        cells = map(milliseconds, (middle, third - first, cpu_s))
+        rows.append([contestant.name, *cells, f"{middle / base_s:.2f}"])
+    about = ranks.machine()
+    if as_json:
+        times = {
+            "seconds": {c.name: c.seconds for c in results},
+            "cpu_seconds": {c.name: c.cpu_seconds for c in results},
+        }
+        click.echo(json.dumps({**about, "model": model, "device": device, **times}))
+        return
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    print_table(
+        f"Iterations of {model}",
+        ("<", "median ms", "IQR ms", "CPU ms", f"of {benchmark.REFERENCE}"),
+        rows,
+        [f"{about['ranks']} ranks; {about['machine']}; {about['mpi']}; {versions}"],
+    )
