@@ -25,6 +25,7 @@ import click
 
 from wfbp.cli.inputs import json_option
 from wfbp.cli.run import check_hosts
+from wfbp.cli.tables import console
 from wfbp.config import Config, unknown_variables, variables
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program
@@ -84,15 +85,23 @@ def examine(topics: dict[str, Callable[[], Findings]]) -> list[dict[str, str]]:
 
 
 def _print(findings: list[dict[str, str]], problems: int) -> None:
-    colors = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
     topic = ""
     for finding in findings:
         shown = finding["topic"] if finding["topic"] != topic else ""
         topic, status = finding["topic"], finding["status"]
-        click.echo(f"{shown:14}{click.style(f'{status:9}', colors[status])}{finding['text']}")
-        if finding["remedy"]:
-            click.echo(f"{'':23}-> {finding['remedy']}")
-    click.echo(f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem")
+        cell = Text(finding["text"])
+        cell.append(f"\n-> {finding['remedy']}" if finding["remedy"] else "", style="bold")
+        table.add_row(Text(shown, style="bold"), Text(status, style=styles[status]), cell)
+    out = console()
+    out.print(table)
+    out.print(Text(f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem"))
 
 
 def _versions() -> Findings:
@@ -112,12 +121,19 @@ def _versions() -> Findings:
 
 
 def _extension() -> Findings:
-    told = _output(sys.executable, "-c", "import wfbp.native; print('built')")
-    if told.strip() == "built":
+    said = _output(sys.executable, "-c", "import wfbp._native; print('built')")
+    if said.strip() == "built":
         yield OK, "wfbp._native is built", ""
-    else:
-        text, _, remedy = _last_words(told).rpartition(". ")  # the last sentence says what to do
-        yield PROBLEM, text, remedy
+        return
+    has_compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
+    first = "" if has_compiler else "install a C++17 compiler (Debian: g++), then "
+    sources = Path(__file__).resolve().parents[2]
+    what = f"-e {sources}" if (sources / "setup.py").exists() else "--force-reinstall wfbp"
+    yield (
+        PROBLEM,
+        f"wfbp._native cannot be loaded, and training needs it ({_last_words(said)})",
+        f"{first}pip install -v --no-deps {what}",
+    )
 
 
 def _settings() -> Findings:
@@ -145,12 +161,14 @@ def _mpi() -> Findings:
     if on_path is None:
         remedy = f"use wfbprun, or put {Path(mpi.mpirun).parent} on the PATH"
         yield NOTE, "no mpirun is on the PATH", remedy
-    elif (make := vendor_of(_output(on_path, "--version"))) is not mpi.vendor:
-        text = (
-            f"mpirun on the PATH ({on_path}) is of {make.value if make else 'another make'}, and "
-            f"mpi4py uses {mpi.vendor.value}: each rank would be a separate job"
-        )
-        yield PROBLEM, text, f"use wfbprun, or {mpi.mpirun}"
+    elif os.path.realpath(on_path) != os.path.realpath(mpi.mpirun):
+        make = vendor_of(_output(on_path, "--version"))
+        status = NOTE if make is mpi.vendor else PROBLEM
+        text = f"mpirun on the PATH is another one of {mpi.vendor.value} ({on_path})"
+        if status is PROBLEM:
+            text = f"mpirun on the PATH ({on_path}) is of {make.value if make else 'another make'}"
+            text += f", and mpi4py uses {mpi.vendor.value}: each rank would be a separate job"
+        yield status, text, f"use wfbprun, or {mpi.mpirun}"
 
 
 def _last_words(output: str, most: int = 1) -> str:
@@ -174,18 +192,43 @@ def _output(*words: str) -> str:
     return done.stdout if done.stdout.strip() else done.stderr
 
 
+def _batch_system() -> Findings:
+    granted = allocation(os.environ)
+    if granted is None:
+        yield OK, "no batch system's allocation: this machine, or hosts that you name", ""
+    else:
+        yield OK, f"{granted.system} granted {', '.join(map(str, granted.hosts))}", ""
+
+
 def _cores() -> Findings:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = usable or 1
     yield OK, f"{usable} of {os.cpu_count()} cores are usable here", ""
     quota, period = CGROUP_CPU.read_text().split() if CGROUP_CPU.exists() else ("max", "1")
-    if quota != "max" and (share := float(quota) / float(period)) < (usable or 1) - 0.01:
+    if quota != "max" and (share := float(quota) / float(period)) < usable - 0.01:
         text = f"the container may use {share:.1f} of these cores: ranks take turns"
         yield PROBLEM, text, "raise the container's limit, or start fewer ranks and threads"
-    if granted := allocation(os.environ):
-        yield OK, f"{granted.system} granted {', '.join(map(str, granted.hosts))}", ""
-    if "OMP_NUM_THREADS" not in os.environ:
+    busy = os.getloadavg()[0]
+    if busy > max(1.0, usable / 2):
+        text = f"about {busy:.1f} threads have kept {usable} cores busy in the last minute"
+        yield NOTE, text, "find other programs by `top`: all ranks wait for the slowest"
+    granted = allocation(os.environ)
+    ranks = sum(host.slots for host in granted.hosts if host.is_local) if granted else 1
+    if ranks > usable:
+        text = f"{ranks} ranks are granted here, and {usable} cores: ranks take turns"
+        remedy = "ask for a core per rank (Slurm: --cpus-per-task), or start fewer: wfbprun -n N"
+        yield PROBLEM, text, remedy
+    threads = os.environ.get("OMP_NUM_THREADS")
+    remedy = "start with wfbprun, which divides the cores, or set it to cores / ranks"
+    if threads is None:
         text = "OMP_NUM_THREADS is not set: under plain mpirun each rank computes on all cores"
-        yield NOTE, text, "start with wfbprun, which divides the cores, or set it to cores / ranks"
+        yield NOTE, text, remedy
+    elif threads.isdecimal() and int(threads) * ranks > usable:
+        each = f"{ranks} ranks of {threads} threads" if ranks > 1 else f"{threads} threads per rank"
+        text = f"OMP_NUM_THREADS={threads}: {each} on {usable} cores: threads wait for each other"
+        yield PROBLEM, text, f"unset it and {remedy}"
+    else:
+        yield OK, f"OMP_NUM_THREADS={threads}", ""
 
 
 def _limits() -> Findings:
@@ -303,6 +346,7 @@ TOPICS: dict[str, Callable[[], Findings]] = {
     "extension": _extension,
     "settings": _settings,
     "MPI": _mpi,
+    "batch system": _batch_system,
     "cores": _cores,
     "limits": _limits,
     "network": _network,
