@@ -13,7 +13,6 @@ import socket
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.plan import Plan
 from wfbp.runtime.measuring import StepTimes
-from wfbp.runtime.step import GroupTime
 from wfbp.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:  # `wfbp report` reads records without a runtime
@@ -106,12 +104,10 @@ class Recorder:
         self._plan: Plan | None = None
         self._installed = False
         self._num_steps = self._num_by_plan = 0
-        self._iterations: deque[tuple[StepTimes, Sequence[GroupTime]]] = deque(
-            maxlen=KEPT_ITERATIONS
-        )
+        self._iterations: deque[StepTimes] = deque(maxlen=KEPT_ITERATIONS)
         atexit.register(_write_if_alive, weakref.ref(self))
 
-    def after_step(self, number: int, stamps: StepTimes, times: Sequence[GroupTime]) -> None:
+    def after_step(self, number: int, step: StepTimes) -> None:
         """Take note of a step that ran by the tuner's present plan; before the tuner does."""
         tuner = self._tuner
         if tuner.plan is not self._plan or tuner.installed != self._installed:
@@ -119,7 +115,7 @@ class Recorder:
             self._iterations.clear()
             self._num_by_plan = 0
         self._num_steps = number
-        self._iterations.append((stamps, times))
+        self._iterations.append(step)
         self._num_by_plan += 1
         count = self._num_by_plan  # powers of two: writing stays out of measured steps
         if self._installed and count >= KEPT_ITERATIONS and not count & (count - 1):
@@ -163,7 +159,7 @@ class Recorder:
             "plan": self._plan.to_json(),
             "trace": tuner.trace.to_json() if tuner.trace else None,
             "costs": tuner.costs.to_json() if tuner.costs else None,
-            "iterations": [_iteration(stamps, times) for stamps, times in self._iterations],
+            "iterations": [_iteration(step) for step in self._iterations],
         }
 
 
@@ -191,18 +187,18 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _iteration(stamps: StepTimes, times: Sequence[GroupTime]) -> dict[str, Any]:
+def _iteration(step: StepTimes) -> dict[str, Any]:
     """One iteration; seconds from its beginning, which is the end of the one before."""
 
     def since(stamp: float) -> float | None:
-        return round(stamp - stamps.begun_s, 9) if stamp else None
+        return round(stamp - step.begun_s, 9) if stamp else None
 
     return {
-        "ready_s": [since(s) for s in stamps.ready_s],
-        "forward_s": [since(s) for s in stamps.forward_s],
-        "forward_end_s": since(stamps.forward_end_s),
-        "closed_s": since(stamps.closed_s),
-        "done_s": since(stamps.done_s),
+        "ready_s": [since(s) for s in step.ready_s],
+        "forward_s": [since(s) for s in step.forward_s],
+        "forward_end_s": since(step.forward_end_s),
+        "closed_s": since(step.closed_s),
+        "done_s": since(step.done_s),
         "groups": [
             {
                 "group": t.group,
@@ -210,7 +206,7 @@ def _iteration(stamps: StepTimes, times: Sequence[GroupTime]) -> dict[str, Any]:
                 "packed_s": since(t.packed_s),
                 "end_s": since(t.end_s),
             }
-            for t in times
+            for t in (*step.gathers, *step.groups)
         ],
     }
 

@@ -425,12 +425,12 @@ class Reducer:
         # Without details only the length of the step is used.
         self.clock.finish(self._planned if self._detailed else (), result.times, done)
         counting = not (tuner.measuring or tuner.installed)
-        for measured in self.clock.take(counting, tuner.measuring):
+        for times in self.clock.take(counting, tuner.measuring):
             if recorder is not None:
-                recorder.after_step(self._steps, measured.stamps, measured.times)
-            if timeline is not None and measured.stamps.done_s:
-                timeline.step(self._record_name, self._steps - 1, tuner.plan, measured)
-            if tuner.visit.add(measured.stamps):
+                recorder.after_step(self._steps, times)
+            if timeline is not None and times.done_s:
+                timeline.step(self._record_name, self._steps - 1, tuner.plan, times)
+            if tuner.visit.add(times):
                 tuner.complete()
         often = self._runtime.config.summary_steps
         if often and self._runtime.rank == 0 and self._steps % often == 0:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from wfbp.core.plan import Plan
-from wfbp.runtime.measuring import MeasuredStep
+from wfbp.runtime.measuring import StepTimes
 
 FLUSH_S = 0.5
 """Seconds of records that are lost if a process is killed."""
@@ -78,11 +78,11 @@ class TraceWriter:
         )
         self._thread.start()
 
-    def step(self, optimizer: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
+    def step(self, optimizer: str, number: int, plan: Plan, times: StepTimes) -> None:
         """Record a step of an optimizer that ran by ``plan``; on its training thread."""
         wanted = self._steps[0] <= number <= self._steps[1] and not self._ended
-        if wanted and measured.stamps.begun_s >= self._start_s:  # else it lacks its beginning
-            self._records.append((optimizer, number, plan, measured))
+        if wanted and times.begun_s >= self._start_s:  # else it lacks its beginning
+            self._records.append((optimizer, number, plan, times))
 
     def operation(self, kind: str, name: str, submitted_s: float, ready_s: float) -> None:
         """Record a named operation that ends now; times are of ``time.monotonic``."""
@@ -133,7 +133,7 @@ class TraceWriter:
         while rest:
             rest = rest[self._file.write(rest) :]
 
-    def _add_step(self, optimizer: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
+    def _add_step(self, optimizer: str, number: int, plan: Plan, times: StepTimes) -> None:
         first = self._optimizers.get(optimizer)
         if first is None:
             first = self._optimizers[optimizer] = 1 + len(self._optimizers) * _ROWS
@@ -141,32 +141,31 @@ class TraceWriter:
             rows += [f"groups {row + 1}" for row in range(_NUM_GROUP_ROWS)]
             for row, text in enumerate(rows, first):
                 self._name("thread_name", row, {"name": f"{optimizer}: {text}"})
-        stamps = measured.stamps
         training = first + _TRAINING
         step = {"step": number}
-        forward_s = stamps.begun_s
-        for position, (start_s, end_s) in enumerate(measured.updates):
-            if end_s > start_s >= stamps.begun_s:
+        forward_s = times.begun_s
+        for position, (start_s, end_s) in enumerate(times.updates):
+            if end_s > start_s >= times.begun_s:
                 self._span("update", training, start_s, end_s, step)
                 if position == 0:  # further ones are of parameters that forward reads
                     forward_s = end_s
-        if stamps.forward_end_s:
-            self._span("forward", training, forward_s, stamps.forward_end_s, step)
-            self._span("backward", training, stamps.forward_end_s, stamps.closed_s, step)
+        if times.forward_end_s:
+            self._span("forward", training, forward_s, times.forward_end_s, step)
+            self._span("backward", training, times.forward_end_s, times.closed_s, step)
         else:  # the adapter does not report the end of forward
-            self._span("forward and backward", training, forward_s, stamps.closed_s, step)
-        for start_s, end_s in measured.waits:
+            self._span("forward and backward", training, forward_s, times.closed_s, step)
+        for start_s, end_s in times.waits:
             if end_s > start_s:
                 self._span("wait for parameters", training, start_s, end_s, step)
-        self._span("wait for gradients", training, stamps.closed_s, stamps.done_s, step)
-        self._add_gradients(optimizer, number, plan, stamps.ready_s, first + _GRADIENTS)
-        for time_of in measured.times:
-            group = plan.groups[time_of.group]
-            row = first + _GROUPS + time_of.group % _NUM_GROUP_ROWS
+        self._span("wait for gradients", training, times.closed_s, times.done_s, step)
+        self._add_gradients(optimizer, number, plan, times.ready_s, first + _GRADIENTS)
+        for sent in (*times.gathers, *times.groups):
+            group = plan.groups[sent.group]
+            row = first + _GROUPS + sent.group % _NUM_GROUP_ROWS
             nbytes = sum(plan.tensors[k].nbytes for k in group.tensors)
-            facts = {**step, "group": time_of.group, "bytes": nbytes, "tensors": len(group.tensors)}
-            self._span("pack", row, time_of.start_s, time_of.packed_s, facts)
-            self._span(group.operation.value, row, time_of.packed_s, time_of.end_s, facts)
+            facts = {**step, "group": sent.group, "bytes": nbytes, "tensors": len(group.tensors)}
+            self._span("pack", row, sent.start_s, sent.packed_s, facts)
+            self._span(group.operation.value, row, sent.packed_s, sent.end_s, facts)
 
     def _add_gradients(
         self, optimizer: str, number: int, plan: Plan, ready_s: Sequence[float], row: int
@@ -204,25 +203,11 @@ class TraceWriter:
     def _span(
         self, name: str, row: int, start_s: float, end_s: float, facts: dict[str, Any] | None = None
     ) -> None:
-        self._add(name, "X", row, start_s, facts, max(end_s - start_s, 0.0))
-
-    def _add(
-        self,
-        name: str,
-        phase: str,
-        row: int,
-        at_s: float,
-        facts: dict[str, Any] | None = None,
-        length_s: float | None = None,
-    ) -> None:
-        if at_s < self._start_s:
+        if start_s < self._start_s:
             return  # it began before the timeline; viewers take no stamps below 0
-        event: dict[str, Any] = {"name": name, "ph": phase, "pid": self._rank, "tid": row}
-        event["ts"] = round((at_s - self._start_s) * 1e6, 3)
-        if length_s is not None:
-            event["dur"] = round(length_s * 1e6, 3)
-        else:
-            event["s"] = "t"
+        event: dict[str, Any] = {"name": name, "ph": "X", "pid": self._rank, "tid": row}
+        event["ts"] = round((start_s - self._start_s) * 1e6, 3)
+        event["dur"] = round(max(end_s - start_s, 0.0) * 1e6, 3)
         if facts:
             event["args"] = facts
         self._events.append(json.dumps(event))

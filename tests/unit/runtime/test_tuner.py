@@ -124,7 +124,8 @@ class Job:
         forward = [0.0] * len(ready)
         if self.gathers_gradients:  # behind the update
             forward = [100 + self.update_s] * len(ready)
-        return StepTimes(100.0, ready, forward, 100.1, closed, 100 + took, update_s=self.update_s)
+        updates = [(100.0, 100.0 + self.update_s)]
+        return StepTimes(100.0, ready, forward, 100.1, closed, 100 + took, updates=updates)
 
     def run(self, until: str, limit: int = 400) -> None:
         for _ in range(limit):

@@ -131,7 +131,7 @@ class Tuner:
         elif self.phase is TuningPhase.PROFILE:
             self.round_due = True
         elif self.phase is TuningPhase.TRIAL:
-            self._times_s.append([s.done_s - s.begun_s for s in self.visit.steps])
+            self._times_s.append([s.length_s for s in self.visit.steps])
             if len(self._times_s) < len(self._round):
                 plan = self._round[len(self._times_s)]
                 self._enter(TuningPhase.TRIAL, plan, self._steps_per_round)
@@ -143,7 +143,7 @@ class Tuner:
     def _watch(self) -> None:
         """The drift rule: several windows in a row differ from the first one."""
         self.visit.left = _WINDOW_STEPS
-        window_s = median(s.done_s - s.begun_s for s in self.visit.steps)
+        window_s = median(s.length_s for s in self.visit.steps)
         self._usual_s = self._usual_s or window_s
         change = abs(window_s - self._usual_s) / self._usual_s
         drifts = 0 < self._config.replan_threshold < change
@@ -358,7 +358,7 @@ class Tuner:
     def measured_s(self) -> float | None:
         """Median iteration time of the plan: recently, in its trial, or in its first, cold step."""
         if steps := self.visit.steps:
-            return median(s.done_s - s.begun_s for s in steps)
+            return median(s.length_s for s in steps)
         return self._trial_s.get(self.plan.digest, self.visit.cold_s)
 
     @property
@@ -366,7 +366,7 @@ class Tuner:
         """Median time that training waited for communication."""
         if not (steps := self.visit.steps):
             return None
-        return median(s.done_s - s.closed_s + s.waited_s for s in steps)
+        return median(s.exposed_s for s in steps)
 
     def _log(self, message: str, *values: object) -> None:
         if self._is_logger:
