@@ -17,8 +17,7 @@ from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
-from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO, PLANNERS, check_schedule
-from wfbp.core.planners.dear import ThresholdSearch
+from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO, check_schedule
 from wfbp.core.timeline import IterationForecast, iteration_s, timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
@@ -29,9 +28,9 @@ from wfbp.runtime.tuning.candidates import (
     distinct,
     encode,
     first_plan,
+    fixed_candidates,
     further_candidates,
     held,
-    make,
     reordered,
     with_packing,
 )
@@ -48,8 +47,6 @@ _DRIFT_WINDOWS = 5
 """So many windows in a row that differ from the first one are a drift."""
 _TRIAL_STEPS = 30
 """A trial takes at most so many times ``trial_steps``."""
-_NUM_SEARCHED = 10
-"""Thresholds that a search tries."""
 
 
 class Tuner:
@@ -221,19 +218,13 @@ class Tuner:
     def _first_round(self) -> dict[str, Any]:
         """The plans to run after the profile; on rank 0."""
         trace, costs = self._measured
-        entry = PLANNERS.get(self._schedule)
-        self._search: ThresholdSearch | None = None
-        if entry is None:
+        if self._schedule == AUTO:
             plans = auto_candidates(trace, costs, self._threshold_bytes, self._decouples)
             if self._incumbent and set(self._incumbent.tensors) == set(trace.specs):
                 plans = distinct([reordered(self._incumbent, trace), *plans])
-        elif entry.search is not None:
-            self._search = entry.search(self._threshold_bytes)
-            self._num_searched = 1
-            plans = [make(self._schedule, trace, costs, self._search.ask())]
         else:
-            plans = [make(self._schedule, trace, costs, self._threshold_bytes)]
-        is_trial = len(plans) > 1 or self._search is not None
+            plans = fixed_candidates(self._schedule, trace, costs, self._threshold_bytes)
+        is_trial = len(plans) > 1
         if is_trial:
             max_steps = _TRIAL_STEPS * self._config.trial_steps
             self._trial = Trial(plans, self._steps_per_round, max_steps)
@@ -262,9 +253,7 @@ class Tuner:
             for plan in trial.plans
         }
         newcomers: list[Plan] = []
-        if self._search is not None:
-            newcomers = [self._searched(self._search, trial)]
-        elif trial.num_rounds == 1 and self._schedule == AUTO:
+        if trial.num_rounds == 1 and self._schedule == AUTO:
             newcomers = further_candidates(tried, trace, costs, self._decouples)
         goes_on = trial.narrow(forecasts_s, newcomers)
         return {
@@ -273,17 +262,6 @@ class Tuner:
             "kappa": costs.kappa,
             "measured_s": measured_s,
         }
-
-    def _searched(self, search: ThresholdSearch, trial: Trial) -> Plan:
-        """The plan of the next threshold to try; an already tried one when the search is over."""
-        trace, costs = self._measured
-        measured_s = trial.measured_s
-        plan = trial.tried[-1]
-        while self._num_searched < _NUM_SEARCHED and plan.digest in measured_s:
-            search.tell(measured_s[plan.digest])
-            self._num_searched += 1
-            plan = make(self._schedule, trace, costs, search.ask())
-        return plan
 
     def _run_round(self, answer: dict[str, Any]) -> None:
         """Run the plans that rank 0 chose for a round, or install the final one."""
