@@ -103,18 +103,8 @@ class Reducer:
         self._fetch = fetch  # for gradients without an event, when the step closes
         chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
         planned = [specs[k] for k in chosen]
-        self.tuner = Tuner(
-            runtime.config,
-            options.schedule,
-            options.threshold_bytes,
-            planned,
-            options.decouples,
-            runtime.size if options.sharded_update else 1,
-            is_logger=runtime.rank == 0,
-            name=name,
-            wire_dtype=options.wire_dtype,
-            gathers_gradients=not options.sharded_update,
-        )
+        is_logger = runtime.rank == 0
+        self.tuner = Tuner(runtime.config, options, planned, runtime.size, is_logger=is_logger)
         channel = channel or runtime.channel
         settings = {
             **compared,

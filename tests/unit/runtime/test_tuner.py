@@ -20,6 +20,7 @@ from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO
 from wfbp.core.planners import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.timeline import iteration_s
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.measuring import StepTimes
 from wfbp.runtime.recorder import make_report
 from wfbp.runtime.tuning.candidates import auto_candidates, make, reordered
@@ -67,19 +68,15 @@ class Job:
         threshold_bytes: int = 25 * 2**20,
     ) -> None:
         self.costs = costs
+        options = ReducerOptions(
+            schedule,
+            threshold_bytes,
+            decouples=decouples,
+            sharded_update=not gathers_gradients,
+            name="Adam",
+        )
         self.tuners = [
-            Tuner(
-                config,
-                schedule,
-                threshold_bytes,
-                SPECS,
-                decouples,
-                num_updaters,
-                is_logger=rank == 0,
-                name="Adam",
-                gathers_gradients=gathers_gradients,
-            )
-            for rank in range(size)
+            Tuner(config, options, SPECS, num_updaters, is_logger=rank == 0) for rank in range(size)
         ]
         self.update_s = update_s
         self.gathers_gradients = gathers_gradients
@@ -612,4 +609,4 @@ def test_a_tensor_that_joins_twice_stays() -> None:
 
 def test_no_such_schedule() -> None:
     with pytest.raises(ValueError, match=r"'fastest'.*auto.*oasr"):
-        Tuner(CONFIG, "fastest", 1, SPECS)
+        Tuner(CONFIG, ReducerOptions("fastest", 1), SPECS)
