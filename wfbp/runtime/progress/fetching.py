@@ -17,6 +17,7 @@ import numpy as np
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, HostBackend, Work
+from wfbp.core.ranks import name_ranks
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.progress.loop import ProgressLoop, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
@@ -162,8 +163,7 @@ class Fetches:
         if not self._fetches:
             return "handing over what others ask for" if self._sends else ""
         fetch = self._fetches[0]
-        missing = ", ".join(map(str, fetch.streams))
-        return f"{fetch.label}: waiting for rank{'s' * (len(fetch.streams) > 1)} {missing}"
+        return f"{fetch.label}: waiting for {name_ranks(list(fetch.streams))}"
 
     def fail(self, error: WfbpError) -> None:
         """End all that waits."""
