@@ -133,8 +133,7 @@ def shutdown() -> None:
         runtime, _runtime = _runtime, None
         atexit.unregister(shutdown)
         uncaught.uninstall()
-        if runtime.collectives is not None:
-            runtime.collectives.record(None)
+        runtime.record(None)
         runtime.shutdown()
         if runtime.config.record and runtime.rank == 0:
             _merge_timelines(runtime)
@@ -142,7 +141,6 @@ def shutdown() -> None:
 
 def _start_timeline(runtime: Runtime) -> None:
     """Record all ranks' steps and operations; collective."""
-    assert runtime.collectives is not None
     config, rank = runtime.config, runtime.rank
     path = timeline.rank_file(config.record, rank)
     on_one_host = runtime.local_size == runtime.size
@@ -156,7 +154,7 @@ def _start_timeline(runtime: Runtime) -> None:
             f"rank {rank}: no timeline {path} ({error.strerror}); training continues",
         )
     else:
-        runtime.collectives.record(writer)
+        runtime.record(writer)
 
 
 def _merge_timelines(runtime: Runtime) -> None:

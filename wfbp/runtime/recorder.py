@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
-import os
 import platform
 import re
 import shlex
@@ -13,7 +11,6 @@ import socket
 import sys
 import weakref
 from collections import Counter, deque
-from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.plan import Plan
 from wfbp.runtime.measuring import StepTimes
+from wfbp.runtime.timeline import save
 from wfbp.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:  # `wfbp report` reads records without a runtime
@@ -125,13 +123,9 @@ class Recorder:
         """Write the document atomically; log the first error, and continue training."""
         if self._plan is None:
             return
-        partial = self.path.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(self.document(), allow_nan=False))
-            os.replace(partial, self.path)
+            save(self.document(), self.path)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             self._runtime.warn_once(
                 f"record {self.path.parent}",
                 f"rank {self._runtime.rank}: the run could not be recorded in {self.path} "

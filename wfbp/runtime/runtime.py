@@ -16,17 +16,15 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, Finished, HostBackend
 from wfbp.comm.locations import Attachment
 from wfbp.config import Config
 from wfbp.core.cost import Costs
-from wfbp.core.types import Op, Operation
+from wfbp.core.types import Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.progress.channel import CollectiveLock, ControlChannel
 from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
-from wfbp.runtime.progress.lane_protocol import LaneProtocol
-from wfbp.runtime.progress.loop import TICK_S, Reply
+from wfbp.runtime.progress.loop import TICK_S, LaneProtocol, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline import TraceWriter
@@ -100,7 +98,7 @@ class Runtime:
         """Objects that release their buffers at :meth:`shutdown`."""
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
-        self.timeline: TraceWriter | None = None
+        self.timeline: TraceWriter | None = None if within is None else within.timeline
         """Current recording of steps, if any."""
         # Named operations; init() makes them, on every rank.
         self.collectives: Collectives | None = None
@@ -183,13 +181,13 @@ class Runtime:
         """Give :attr:`planning_channel` its own backend; collective."""
         self.planning_channel = self.channel_on(self._duplicate(self.channel))
 
-    def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:
-        """Combine a buffer over all ranks, in place; it may be anywhere in memory."""
-        # Backends send fusion buffers differently, and other ranks may pass other memory.
-        foreign = buffer.copy() if self._backend.copies_segments(buffer) else buffer
-        self.channel.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
-        if foreign is not buffer:
-            buffer[:] = foreign
+    def record(self, timeline: TraceWriter | None) -> None:
+        """Close the current timeline, and record in another one, or in none."""
+        before = self.timeline
+        for runtime in (self, *self._inner):
+            runtime.timeline = timeline
+        if before is not None:
+            before.close()
 
     def open_store(self) -> Store:
         """A store that others may fetch from; made on every rank, in the same order."""

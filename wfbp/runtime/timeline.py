@@ -291,7 +291,7 @@ def save(document: dict[str, Any], path: str | Path) -> None:
     """Write a document, whole or not at all."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    text = json.dumps(document)
+    text = json.dumps(document, allow_nan=False)
     try:
         partial.write_text(text)
         os.replace(partial, target)

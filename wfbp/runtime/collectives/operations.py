@@ -20,7 +20,6 @@ from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, NamedOperation
 from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.timeline import TraceWriter
 
 T = TypeVar("T")
 
@@ -136,7 +135,6 @@ class Collectives:
             inner, members = runtime, Members(number, ranks)
             if own is not None:
                 inner = Runtime(own, runtime.config, within=runtime, members=members)
-                inner.timeline = runtime.timeline
             lane = NamedLane(inner, data, mailbox)
         self.sets[number] = _Set(ranks, lane, inner, together)
         return number
@@ -263,15 +261,6 @@ class Collectives:
         for process_set in self.sets.values():
             if process_set.lane is not None:
                 process_set.lane.note_progress()
-
-    def record(self, timeline: TraceWriter | None) -> None:
-        """Close the current timeline, and record in another one, or in none."""
-        before = self._runtime.timeline
-        for process_set in self.sets.values():
-            if process_set.runtime is not None:
-                process_set.runtime.timeline = timeline
-        if before is not None:
-            before.close()
 
     # On the communication thread.
 
