@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp.comm.arrays import Buffer
+from wfbp.core.ranks import name_values
 from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError, PeerError
 from wfbp.runtime.runtime import Runtime
@@ -54,11 +55,9 @@ def check_specs(who: str, payloads: Sequence[bytes]) -> None:
 
 def check_equal(who: str, what: str, values: Sequence[str]) -> None:
     """Raise ``DisagreementError`` unless all ranks have the same value."""
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise DisagreementError(
-                f"{who}: ranks disagree on {what}: rank 0 has {values[0]}, rank {rank} has {value}"
-            )
+    if len(set(values)) > 1:
+        by_rank = name_values(dict(enumerate(values)))
+        raise DisagreementError(f"{who}: ranks disagree on {what}: {by_rank}")
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> list[str]:

@@ -303,18 +303,6 @@ def warn_of_cores(runtime: Runtime, threads: int) -> None:
         runtime.warn_once("cores", problem)
 
 
-def compare_problem(problem: Exception) -> None:
-    """Have a problem at the end of ``init()`` printed once, if all ranks have it."""
-    runtime = current("init()")
-    try:
-        payloads = runtime.channel.exchange(
-            describe_error(problem).encode(), "init(): comparing errors"
-        )
-    except WfbpError:  # others have none, and went on
-        return
-    _print_once(runtime, problem, [payload.decode() for payload in payloads])
-
-
 def _print_once(runtime: Runtime, problem: Exception, problems: Sequence[str]) -> None:
     """Let the first of the ranks that have this problem print it for all of them."""
     own, size = problems[runtime.rank], runtime.size

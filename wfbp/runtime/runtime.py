@@ -215,15 +215,17 @@ class Runtime:
         collective."""
         # Two, because a step that some ranks discard may be under way while all exchange.
         # Reused, because MPI has a limited number of communicators.
-        idle = json.dumps(sorted(self._idle)).encode()
-        payloads = channel.exchange(idle, "choosing a lane")
-        common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
-        if common:
+        if common := self._idle_everywhere(channel, "choosing a lane"):
             chosen: int = min(common)
             self._idle.remove(chosen)
             return self._leased[chosen]
         self._leased.append((self._duplicate(channel), self._duplicate(channel)))
         return self._leased[-1]
+
+    def _idle_everywhere(self, channel: ControlChannel, label: str) -> set[int]:
+        """Numbers of the leased backends that are idle on all ranks; collective."""
+        payloads = channel.exchange(json.dumps(sorted(self._idle)).encode(), label)
+        return set.intersection(*(set(json.loads(payload)) for payload in payloads))
 
     def _duplicate(self, channel: ControlChannel) -> Backend:
         made: Backend = channel.call(lambda backend: Finished(backend.duplicate()), "making a lane")
@@ -269,9 +271,7 @@ class Runtime:
         self.channel.call(
             lambda _: Finished(None), label
         )  # lanes that were removed before are idle now
-        idle = json.dumps(sorted(self._idle)).encode()  # the others have steps that never end
-        payloads = self.channel.exchange(idle, label)
-        common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
+        common = self._idle_everywhere(self.channel, label)  # the others have steps that never end
         for attachment in self.attached:
             self.channel.call(partial(_finished, partial(attachment.close, common)), label)
         for number in sorted(common):

@@ -64,9 +64,7 @@ def init(
     try:
         for process_set in sets:
             add_process_set(process_set)
-    except BaseException as error:
-        if isinstance(error, TypeError | ValueError):
-            process.compare_problem(error)
+    except BaseException:
         process.shutdown()
         raise
 

@@ -54,8 +54,20 @@ OP = ("op", Op.AVERAGE, "Op")
 ROOT = ("root_rank", inspect.Parameter.empty, "int")
 SPLITS = ("splits", None, "T | Sequence[int] | None")
 
-Parameters = Mapping[Kind, tuple[tuple[str, Any, str], ...]]
-"""Of each operation: name, default and type of each parameter after the tensor."""
+Parameters = tuple[tuple[str, Any, str], ...]
+"""Name, default and type of each parameter after the tensor."""
+
+
+def parameters(form: Form, further: Parameters = ()) -> Parameters:
+    """The parameters of a function, in Horovod's order; ``further`` ones come after the name."""
+    if form.kind is Kind.ALLREDUCE:
+        return (NAME, *further, OP, *FACTORS, PROCESS_SET)
+    if form.kind is Kind.REDUCESCATTER:
+        return (NAME, *further, OP, PROCESS_SET, *FACTORS)
+    if form.kind is Kind.BROADCAST:
+        return (ROOT, NAME, PROCESS_SET)
+    return (SPLITS, NAME, PROCESS_SET) if form.kind is Kind.ALLTOALL else (NAME, PROCESS_SET)
+
 
 _WHAT = {
     Kind.ALLREDUCE: "combine {a} over ranks",
@@ -140,7 +152,7 @@ def _docstring(
 
 def make_functions(
     module: str,
-    parameters: Callable[[Form], tuple[tuple[str, Any, str], ...]],
+    parameters: Callable[[Form], Parameters],
     perform: Callable[..., Any],
     notes: str = "",
     examples: Mapping[str, str] = {},
@@ -157,7 +169,7 @@ def make_functions(
 
 
 def _make_function(
-    form: Form, parameters: tuple[tuple[str, Any, str], ...], perform: Callable[..., Any]
+    form: Form, parameters: Parameters, perform: Callable[..., Any]
 ) -> Callable[..., Any]:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     tensor = ("tensors", "Sequence[T]") if form.grouped else ("tensor", "T")
