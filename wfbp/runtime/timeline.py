@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,8 @@ class TraceWriter:
         for start_s, end_s in times.waits:
             if end_s > start_s:
                 self._span("wait for parameters", training, start_s, end_s, step)
-        self._span("wait for gradients", training, times.closed_s, times.done_s, step)
+        by_plan = {**step, "plan": plan.digest[:8]}
+        self._span(_WAIT, training, times.closed_s, times.done_s, by_plan)
         self._add_gradients(optimizer, number, plan, times.ready_s, first + _GRADIENTS)
         for sent in (*times.gathers, *times.groups):
             group = plan.groups[sent.group]
@@ -332,7 +334,8 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
             steps.setdefault(step, []).append(event)
     rows = []
     for (rank, engine), steps in sorted(events.items()):
-        numbers = _by_last_plan(steps)
+        if not (numbers := _by_last_plan(steps)):
+            continue
         taken = [_times_of(steps[number]) for number in numbers]
         ends = {step: times["end_s"] for step, times in zip(numbers, taken, strict=True)}
         lengths = [ends[step] - ends[step - 1] for step in ends if step - 1 in ends]
@@ -349,26 +352,20 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _by_last_plan(steps: Mapping[int, Sequence[dict[str, Any]]]) -> list[int]:
-    """The last steps that reduced the same groups: those of a profile and a trial are left out."""
-    reductions = ("all_reduce", "reduce_scatter")
-    sent = {
-        number: {
-            (event["args"].get("group"), event["args"].get("bytes"), event["name"])
-            for event in events
-            if event["name"] in reductions
-        }
+    """The last steps that ran by the same plan: those of a profile and a trial are left out."""
+    plans = {
+        number: event["args"].get("plan")
         for number, events in steps.items()
-    }
-    numbers = sorted(sent)
-    while len(numbers) > 1 and sent[numbers[-1]] != sent[numbers[-2]]:
-        numbers.pop()  # its rank was killed before all of its events were written
-    start = len(numbers) - 1
-    while start and sent[numbers[start - 1]] == sent[numbers[-1]]:
-        start -= 1
-    return numbers[start:]
+        for event in events
+        if event["name"] == _WAIT
+    }  # of whole steps: the rank may have been killed before it wrote the last one
+    numbers = sorted(plans)
+    last = takewhile(lambda number: plans[number] == plans[numbers[-1]], reversed(numbers))
+    return sorted(last)
 
 
-_WAITS = ("wait for gradients", "wait for parameters")
+_WAIT = "wait for gradients"
+_WAITS = (_WAIT, "wait for parameters")
 _COMPUTE = ("forward", "backward", "update", "forward and backward", "pack")
 
 
@@ -386,7 +383,7 @@ def _times_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
             times["backward_s"] += length_s
         elif name != "pack":
             times[f"{name}_s"] += length_s
-        if name == "wait for gradients":
+        if name == _WAIT:
             times["end_s"] = event["ts"] * 1e-6 + length_s
     times["communication_s"] = _covered_s(spans)
     return times

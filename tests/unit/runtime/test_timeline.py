@@ -103,7 +103,7 @@ def test_optimizers_of_one_name_have_rows_of_their_own(tmp_path: Path) -> None:
     document = merge([load(tmp_path / f"t{rank}.json") for rank in range(2)])
     check(document)
     assert [(row["rank"], row["optimizer"], row["steps"]) for row in summarize(document)] == [
-        (rank, name, steps) for rank in range(2) for name, steps in (("Adam", 6), ("Adam-2", 5))
+        (rank, name, steps) for rank in range(2) for name, steps in (("Adam", 2), ("Adam-2", 1))
     ]
 
 

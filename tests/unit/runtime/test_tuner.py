@@ -605,8 +605,3 @@ def test_a_tensor_that_joins_twice_stays() -> None:
             tuner.add_tensors(SPECS[7:])
     job.run("installed")
     assert {s.name for s in job.tuner.plan.tensors} == {s.name for s in SPECS}
-
-
-def test_no_such_schedule() -> None:
-    with pytest.raises(ValueError, match=r"'fastest'.*auto.*oasr"):
-        Tuner(CONFIG, ReducerOptions("fastest", 1), SPECS)

@@ -25,7 +25,7 @@ from wfbp.runtime.runtime import Runtime
 MANY = "broadcast_parameters"
 
 
-@signals.deferring
+@signals.deferred
 def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
     """Copy the root's arrays to every rank, in place; see ``broadcast_parameters``."""
     runtime = process.current("broadcast_parameters()")
@@ -43,7 +43,7 @@ def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
             np.copyto(array, copy)
 
 
-@signals.deferring
+@signals.deferred
 def broadcast_buffers(
     runtime: Runtime,
     rows: Sequence[tuple[str, str, Sequence[int]]],

@@ -24,8 +24,6 @@ from wfbp.runtime.consistency import (
 )
 from wfbp.runtime.progress.stall import Members
 
-_FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
-
 
 class Operand(NamedTuple):
     """One tensor that a program passes to an operation."""

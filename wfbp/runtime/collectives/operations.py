@@ -60,7 +60,7 @@ class Collectives:
 
     # Process sets.
 
-    @signals.deferring
+    @signals.deferred
     def add_set(self, ranks: Iterable[int], is_split: bool = False) -> int:
         """Make a process set, or if ``is_split`` one per communicator; collective."""
         runtime, call = self._runtime, "add_process_set"
@@ -97,7 +97,7 @@ class Collectives:
                 raise ValueError(f"a process set of ranks {list(chosen)} exists already{hint}")
         return chosen
 
-    @signals.deferring
+    @signals.deferred
     def remove_set(self, number: int) -> None:
         """Remove a process set, and those made together with it; collective over all ranks."""
         self.check_idle(number)
@@ -141,7 +141,7 @@ class Collectives:
 
     # Operations.
 
-    @signals.deferring
+    @signals.deferred
     def submit(
         self,
         operations: Sequence[NamedOperation[Any]],
@@ -210,7 +210,7 @@ class Collectives:
             self._runtime.thread.progress()
         return all(operation.reply.answered for operation in operations)
 
-    @signals.deferring
+    @signals.deferred
     def synchronize(self, handle: int) -> Any:
         """Wait until operations are complete, and return the result; the handle is used up."""
         operations, is_group = self._find(handle)

@@ -17,7 +17,7 @@ from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
-from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO, check_schedule
+from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO
 from wfbp.core.timeline import IterationForecast, iteration_s, timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
@@ -69,7 +69,6 @@ class Tuner:
         *,
         is_logger: bool = False,  # one rank is
     ) -> None:
-        check_schedule(options.schedule, options.decouples)
         self._config = config
         self._options = options
         self._is_logger = is_logger
