@@ -11,12 +11,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-from wfbp.comm.backend import Backend, Finished, HostBackend
+from wfbp.comm.backend import Backend, HostBackend
 from wfbp.comm.locations import Attachment
 from wfbp.config import Config
 from wfbp.core.cost import Costs
@@ -228,8 +227,7 @@ class Runtime:
         return set.intersection(*(set(json.loads(payload)) for payload in payloads))
 
     def _duplicate(self, channel: ControlChannel) -> Backend:
-        made: Backend = channel.call(lambda backend: Finished(backend.duplicate()), "making a lane")
-        return made
+        return channel.run(lambda backend: backend.duplicate(), "making a lane")
 
     def measure_costs(
         self,
@@ -263,21 +261,24 @@ class Runtime:
         """The number of a lane's backend, the same on every rank."""
         return next(k for k, leased in enumerate(self._leased) if leased[0] is lane_backend)
 
-    def close(self) -> None:
+    def close(self, close_named_operations: Callable[[], None]) -> None:
         """End the runtime of a process set after its last step; collective among its ranks."""
         assert self._within is not None
         self.check()
         label = "closing a process set"
-        self.channel.call(
-            lambda _: Finished(None), label
-        )  # lanes that were removed before are idle now
+        self.channel.run(lambda _: None, label)  # lanes that were removed before are idle now
         common = self._idle_everywhere(self.channel, label)  # the others have steps that never end
-        for attachment in self.attached:
-            self.channel.call(partial(_finished, partial(attachment.close, common)), label)
-        for number in sorted(common):
-            for backend in self._leased[number]:
-                self.channel.call(partial(_finished, backend.close), label)
-        self.thread.call(lambda: _finished(self._backend.close), label, members=self.members)
+
+        def free(own: Backend) -> None:
+            close_named_operations()
+            for attachment in self.attached:
+                attachment.close(common)
+            for number in sorted(common):
+                for backend in self._leased[number]:
+                    backend.close()
+            own.close()
+
+        self.channel.run(free, label)
         self._within._inner.remove(self)
         self._closed = True
 
@@ -365,8 +366,3 @@ class Runtime:
 
     def check_measurement(self, label: str, waited_s: float) -> None:
         self._loop.check_measurement(label, waited_s, self.members)
-
-
-def _finished(act: Callable[[], None], _: Backend | None = None) -> Finished[None]:
-    act()
-    return Finished(None)

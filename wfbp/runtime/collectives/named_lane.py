@@ -47,11 +47,11 @@ class Outcome:
 class NamedOperation(Generic[T]):
     """An operation that this rank's program has submitted."""
 
-    request: Request  # without a name it is numbered in the order of submission
+    request: Request
     process_set: int
     data: Buffer  # flat and private; a reduction or broadcast leaves its result here
     finish: Callable[[Outcome], T]  # makes of it what Collectives.synchronize returns
-    ordered: bool = False  # matched by order among such operations; its name is only compared
+    sequence: str = "unnamed"  # without a name it is matched by order among those of this sequence
     reply: Reply[Outcome] = field(default_factory=Reply)
     since: float = field(default_factory=time.monotonic)
 

@@ -6,13 +6,12 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox
+from wfbp.comm.backend import Backend, HostBackend, Mailbox
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.collectives.coordinator import Kind, Request
@@ -108,9 +107,7 @@ class Collectives:
             del self.sets[each]
             if process_set.lane is not None:  # an idle lane is not served
                 assert process_set.runtime is not None
-                channel, label = process_set.runtime.channel, "removing a process set"
-                channel.call(partial(_close, process_set.lane), label)
-                process_set.runtime.close()
+                process_set.runtime.close(process_set.lane.close)
 
     def check_idle(self, number: int) -> None:
         """Raise ``ValueError`` if operations of a process set are pending."""
@@ -128,7 +125,7 @@ class Collectives:
         label = "making a process set"
         # To make a communicator blocks this rank until all ranks make it: one at a time.
         with runtime.collective_lock.hold(runtime.channel, label):
-            made = runtime.channel.call(lambda backend: Finished(_connect(backend, ranks)), label)
+            made = runtime.channel.run(lambda backend: _connect(backend, ranks), label)
         lane = inner = None
         if made is not None:
             data, mailbox, own = made
@@ -188,11 +185,9 @@ class Collectives:
     def _named(self, operation: NamedOperation[Any]) -> Request:
         """The request with the name that ranks match. Called under the lock."""
         request = operation.request
-        if not operation.ordered and (request.name or request.kind is Kind.JOIN):
+        if request.name or request.kind is Kind.JOIN:
             return request
-        if operation.ordered and request.name:
-            request = request._replace(called=f"{request.kind.value} {request.name!r}")
-        sequence = "ordered" if operation.ordered else "unnamed"
+        sequence = operation.sequence
         number = next(self._unnamed.setdefault((operation.process_set, sequence), count()))
         # Ranks that joined have numbered fewer operations than the others.
         epoch = f"{self._num_joins}." if self._num_joins else ""
@@ -269,11 +264,6 @@ class Collectives:
         for process_set in self.sets.values():
             if process_set.lane is not None:
                 process_set.lane.close()
-
-
-def _close(lane: NamedLane, _: Backend) -> Finished[None]:
-    lane.close()
-    return Finished(None)
 
 
 def _connect(
