@@ -23,7 +23,8 @@ from wfbp.core.types import Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.progress.channel import CollectiveLock, ControlChannel
 from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
-from wfbp.runtime.progress.loop import TICK_S, LaneProtocol, Reply
+from wfbp.runtime.progress.lane_protocol import LaneProtocol
+from wfbp.runtime.progress.loop import TICK_S, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline import TraceWriter

@@ -13,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
 from wfbp.errors import PeerError, WfbpError
+from wfbp.runtime.progress.lane_protocol import LaneProtocol
 from wfbp.runtime.progress.stall import (
     ALL_RANKS,
     NOTICES,
@@ -114,48 +115,6 @@ class PendingCollective:
     members: Members = ALL_RANKS
     since: float = field(default_factory=time.monotonic)
     work: Work[Any] | None = None  # once it is started
-
-
-class LaneProtocol(Protocol):
-    """Moves communication of one kind on; everything is used under the progress lock."""
-
-    backend: Backend
-    polls: bool
-    """Whether it looks for more than the backend's works, such as messages of other ranks or events
-    of a device: the loop then never sleeps in the backend."""
-
-    def advance(self) -> bool:
-        """Move on; True if something was started or completed."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a collective is under way."""
-
-    @property
-    def owes_work(self) -> bool:
-        """Whether other ranks wait for something that has been promised to them."""
-
-    @property
-    def has_events(self) -> bool:
-        """Whether events wait to be read."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a group that became ready now could start."""
-
-    @property
-    def expected_s(self) -> float | None:
-        """Expected duration of the operation under way, None if unknown."""
-
-    @property
-    def waiting_since(self) -> float | None:
-        """When the oldest collective under way was started (``time.monotonic``)."""
-
-    def describe(self) -> str:
-        """The current place, for messages."""
-
-    def fail(self, error: WfbpError) -> None:
-        """Abandon the step, and raise the error in the thread that waits for it."""
 
 
 class ProgressLoop:
@@ -469,27 +428,3 @@ class ProgressLoop:
         alone = len(self.waiting_threads) == 1 and self.num_waiting == 1
         blocked = alone and not self.awaited.answered and not self.num_fetches
         return RankStatus(self.describe(), blocked, self.num_waits, self._backend.activity)
-
-
-class OccasionalLane(LaneProtocol):
-    """A lane that the loop serves only while there is work for it."""
-
-    expected_s = None
-    has_room = False
-    has_events = False
-
-    def __init__(self, loop: ProgressLoop, members: Members = ALL_RANKS) -> None:
-        self._loop = loop
-        self._members = members
-        self._served = False
-
-    @property
-    def owes_work(self) -> bool:
-        return False
-
-    def _serve(self, wanted: bool) -> None:
-        if wanted and not self._served:
-            self._loop.add_lane(self, self._members)
-        elif self._served and not wanted:
-            self._loop.remove_lane(self)
-        self._served = wanted

@@ -19,7 +19,7 @@ import numpy as np
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
-from wfbp.runtime.progress.loop import OccasionalLane
+from wfbp.runtime.progress.occasional_lane import OccasionalLane
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.inquiry import Inquiry
