@@ -126,8 +126,7 @@ class Reducer:
             self.memory = memory = location(runtime, backend, channel.call)
         # Separate, because ranks may end the steps of several reducers in different orders.
         self._channel = runtime.channel_on(beside)
-        wire = options.wire_dtype, options.gather_dtype
-        self._lane = lane = Lane(backend, memory, options.op, name, *wire)
+        self._lane = lane = Lane(backend, memory, options)
         self._events, self._thread = lane.events, runtime.thread
         self.clock = StepClock(memory, len(specs))
         self._expected = [options.passes] * len(specs)
