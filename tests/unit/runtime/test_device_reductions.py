@@ -457,7 +457,7 @@ def test_groups_and_updates_of_an_installed_plan_are_timed_now_and_then() -> Non
 
         def told(*wanted: bool) -> Any:
             for measured in take(*wanted):
-                seen.append(measured.stamps.done_s > measured.stamps.begun_s > 0)
+                seen.append(measured.done_s > measured.begun_s > 0)
                 yield measured
 
         while engine.tuner.phase is not TuningPhase.INSTALLED or len(counts) < 33:
