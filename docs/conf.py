@@ -67,6 +67,6 @@ nitpick_ignore_regex = [
     (
         "py:(class|obj)",
         r"(wfbp\..*\.)?(F|T|Tree|Backend|Collectives|HasStats|Numbers|_Work"
-        r"|npt\.NDArray|HorovodOp|ThresholdSearch|[A-Za-z0-9]+Compressor)",
+        r"|npt\.NDArray|HorovodOp|[A-Za-z0-9]+Compressor)",
     ),
 ]

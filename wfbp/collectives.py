@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from wfbp.dispatch import perform
 from wfbp.runtime.collectives import forms
-from wfbp.runtime.collectives.coordinator import Kind
-from wfbp.runtime.collectives.forms import NAME, OP, PROCESS_SET, ROOT, SPLITS, Form
-
-_PARAMETERS: forms.Parameters = {
-    Kind.ALLREDUCE: (NAME, OP, *forms.FACTORS, PROCESS_SET),
-    Kind.BROADCAST: (ROOT, NAME, PROCESS_SET),
-    Kind.ALLGATHER: (NAME, PROCESS_SET),
-    Kind.ALLTOALL: (SPLITS, NAME, PROCESS_SET),
-    Kind.REDUCESCATTER: (NAME, OP, *forms.FACTORS, PROCESS_SET),
-}
 
 _TENSORS = (
     "A PyTorch tensor (differentiable, unless it is changed in place or a handle comes back), an "
@@ -50,9 +38,4 @@ True""",
 3""",
 }
 
-
-def _parameters(form: Form) -> tuple[tuple[str, Any, str], ...]:
-    return _PARAMETERS[form.kind]
-
-
-globals().update(forms.make_functions(__name__, _parameters, perform, _TENSORS, _EXAMPLES))
+globals().update(forms.make_functions(__name__, forms.parameters, perform, _TENSORS, _EXAMPLES))

@@ -687,9 +687,9 @@ def reducescatter(
     tensor: T,
     name: str | None = None,
     op: Op = Op.AVERAGE,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> T:
     """Combine a tensor or array over ranks, and divide the rows equally.
 
@@ -704,9 +704,9 @@ def reducescatter(
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
             truncated. Complex numbers have only ``Average`` and ``Sum``.
+        process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
-        process_set: the ranks that take part.
 
     Returns:
         This rank's rows, new and of the argument's kind. If they do not divide equally, the
@@ -729,9 +729,9 @@ def reducescatter_async(
     tensor: T,
     name: str | None = None,
     op: Op = Op.AVERAGE,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> Handle[T]:
     """Begin to combine a tensor or array over ranks, and divide the rows equally.
 
@@ -746,9 +746,9 @@ def reducescatter_async(
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
             truncated. Complex numbers have only ``Average`` and ``Sum``.
+        process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
-        process_set: the ranks that take part.
 
     Returns:
         A handle for :func:`synchronize`, which returns the result of the waiting function.
@@ -764,9 +764,9 @@ def grouped_reducescatter(
     tensors: Sequence[T],
     name: str | None = None,
     op: Op = Op.AVERAGE,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> list[T]:
     """Combine several tensors or arrays over ranks, and divide the rows equally.
 
@@ -781,9 +781,9 @@ def grouped_reducescatter(
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
             truncated. Complex numbers have only ``Average`` and ``Sum``.
+        process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
-        process_set: the ranks that take part.
 
     Returns:
         A list: this rank's rows, new and of the argument's kind. If they do not divide equally,
@@ -800,9 +800,9 @@ def grouped_reducescatter_async(
     tensors: Sequence[T],
     name: str | None = None,
     op: Op = Op.AVERAGE,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> Handle[list[T]]:
     """Begin to combine several tensors or arrays over ranks, and divide the rows equally.
 
@@ -817,9 +817,9 @@ def grouped_reducescatter_async(
             without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
             truncated. Complex numbers have only ``Average`` and ``Sum``.
+        process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
-        process_set: the ranks that take part.
 
     Returns:
         A handle for :func:`synchronize`, which returns a list: the result of the waiting

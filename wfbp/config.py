@@ -22,7 +22,7 @@ class Config:
         schedule: planner that groups gradients, if the program does not choose one; ``auto``,
             ``oasr``, ``hybrid`` and ``single`` are recommended.
         threshold_bytes: group size of the ``threshold`` schedule and of the first steps, and start
-            of ``dear``'s search; a variable may have a unit, as in ``25M``.
+            of those that ``dear`` tries; a variable may have a unit, as in ``25M``.
         zero_copy_min_bytes: tensors of at least this size are not packed; may have a unit.
         shared_memory: whether ranks of one host may read each other's memory; all must allow it.
         reproducible: whether several hosts add in the order of all ranks, as one host does, instead

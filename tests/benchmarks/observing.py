@@ -36,7 +36,7 @@ from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import plan
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.measuring import MeasuredStep, StepTimes
+from wfbp.runtime.measuring import StepTimes
 from wfbp.runtime.recorder import log_summary, summary
 from wfbp.runtime.step import GroupTime
 from wfbp.runtime.timeline import TraceWriter
@@ -141,12 +141,12 @@ def _own_times() -> dict[str, float]:
         written = TraceWriter(Path(folder) / "timeline.json")
         for number in range(300):
             now_s = time.perf_counter()
-            stamps = StepTimes(now_s, [now_s + 1e-4 * k for k in range(120)], [0.0] * 120)
-            stamps.closed_s, stamps.done_s = now_s + 0.020, now_s + 0.022
+            times = StepTimes(now_s, [now_s + 1e-4 * k for k in range(120)], [0.0] * 120)
+            times.closed_s, times.done_s = now_s + 0.020, now_s + 0.022
             groups = range(len(made.groups))
-            sent = [GroupTime(g, now_s + 0.01, now_s + 0.011, now_s + 0.02) for g in groups]
+            times.groups = [GroupTime(g, now_s + 0.01, now_s + 0.011, now_s + 0.02) for g in groups]
             start_s = time.thread_time()
-            written.step("SGD", number, made, MeasuredStep(stamps, sent))
+            written.step("SGD", number, made, times)
             written.flush()
             took.append(time.thread_time() - start_s)
         written.close()

@@ -14,7 +14,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +109,7 @@ def main(words: Sequence[str]) -> int:
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks regret", description=__doc__)
-    known = [name for name in FIXED if name != "wfbp-dear" or find_spec("bayes_opt")]
-    add_arguments(parser, MODELS, CONTESTANTS, known, warm_up_steps=2000)
+    add_arguments(parser, MODELS, CONTESTANTS, FIXED, warm_up_steps=2000)
     parser.add_argument("--starts", type=int, default=1, help="fresh starts of auto per model")
     parser.set_defaults(models=list(MODELS))
     options = parser.parse_args(words)

@@ -40,7 +40,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
-WHEELS = ("mpich", "mpi4py", "psutil", "bayesian-optimization", "pybind11", "hypothesis", "pytest")
+WHEELS = ("mpich", "mpi4py", "psutil", "pybind11", "hypothesis", "pytest")
 PLUGINS = ("pytest-timeout", "pytest-xdist", "ml_dtypes", "click", "cloudpickle", "rich", "optax")
 """What the tests need beside them."""
 

@@ -45,10 +45,14 @@ def test_examples_of_generated_functions_run(module: str) -> None:
 
 def test_arguments_of_generated_functions() -> None:
     for arguments, options, told in (
-        ((), {}, r"allreduce\(\) needs tensor"),
-        ((1.0,), {"nam": "x"}, "unexpected argument 'nam'; its arguments are tensor, name, op"),
-        ((1.0, "x"), {"name": "x"}, "unexpected argument 'name'"),
-        (range(9), {}, "too many arguments"),
+        ((), {}, r"allreduce\(\): missing a required argument: 'tensor'"),
+        (
+            (1.0,),
+            {"nam": "x"},
+            "unexpected keyword argument 'nam'; its arguments are tensor, name, op",
+        ),
+        ((1.0, "x"), {"name": "x"}, "multiple values for argument 'name'"),
+        (range(9), {}, "too many positional arguments"),
     ):
         with pytest.raises(TypeError, match=told):
             wfbp.allreduce(*arguments, **options)  # type: ignore[call-overload]

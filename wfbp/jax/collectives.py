@@ -52,12 +52,13 @@ class Collective:
         operation = make_operation(
             self.kind,
             array_operand(array),
-            self.name,
+            None,  # not matched by name, so that ranks in different operations raise
             global_process_set,
             op=self.op,
             root_rank=self.root_rank,
             splits=self.rows or None,  # ranks compare them
-            ordered=True,  # not matched by name, so that ranks in different operations raise
+            called=f"{self.kind.value} {self.name!r}" if self.name else "",
+            sequence="jax",
         )
         done: Array = api.current(f"{self.kind.value}()").run([operation], is_group=False)
         return done

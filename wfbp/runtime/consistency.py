@@ -7,7 +7,7 @@ time. A rank with a bad argument tells the others, which would wait for it other
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp.comm.arrays import Buffer
+from wfbp.core.ranks import name_values
 from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError, PeerError
 from wfbp.runtime.runtime import Runtime
@@ -25,7 +26,14 @@ _MAX_NAMED = 5
 
 def encode_specs(specs: Sequence[TensorSpec], settings: dict[str, Any]) -> bytes:
     """A rank's tensors and settings, encoded for :func:`check_specs`."""
-    rows = [[s.name, list(s.shape), s.dtype] for s in specs]
+    return encode_arrays(((s.name, s.shape, s.dtype) for s in specs), settings)
+
+
+def encode_arrays(
+    arrays: Iterable[tuple[str, Sequence[int], str]], settings: dict[str, Any]
+) -> bytes:
+    """The same of names, shapes and element types, which may be none of a ``TensorSpec``."""
+    rows = [[name, list(shape), dtype] for name, shape, dtype in arrays]
     return json.dumps({"tensors": rows, "settings": settings}).encode()
 
 
@@ -47,11 +55,9 @@ def check_specs(who: str, payloads: Sequence[bytes]) -> None:
 
 def check_equal(who: str, what: str, values: Sequence[str]) -> None:
     """Raise ``DisagreementError`` unless all ranks have the same value."""
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise DisagreementError(
-                f"{who}: ranks disagree on {what}: rank 0 has {values[0]}, rank {rank} has {value}"
-            )
+    if len(set(values)) > 1:
+        by_rank = name_values(dict(enumerate(values)))
+        raise DisagreementError(f"{who}: ranks disagree on {what}: {by_rank}")
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> list[str]:
@@ -102,16 +108,9 @@ def _shown(row: list[Any]) -> str:
 Array = npt.NDArray[Any]
 
 
-def check_consistent(runtime: Runtime, call: str, *details: str, private: int = 0) -> list[int]:
-    """Raise ``DisagreementError`` unless ranks agree; returns every rank's private number."""
-    purpose = f"{call}({', '.join(details)})"
-    label = " ".join([call, *details[:1]])
-    return [int(text) for text in runtime.channel.exchange(b"%d" % private, label, purpose)]
-
-
-def describe_array(dtype: str, shape: Sequence[int]) -> str:
-    """An array as messages show it."""
-    return f"{dtype}{tuple(shape)}"
+def check_consistent(runtime: Runtime, call: str, detail: str = "") -> None:
+    """Raise ``DisagreementError`` unless all ranks make the same call; collective."""
+    runtime.channel.exchange(b"", f"{call} {detail}".rstrip(), f"{call}({detail})")
 
 
 def check_root(runtime: Runtime, root_rank: int) -> None:
@@ -170,13 +169,13 @@ def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         if runtime.size > 1:
-            told = json.dumps([_ARGUMENT_ERROR, str(error)])
+            told = json.dumps({_ARGUMENT_ERROR: str(error)})
             runtime.channel.exchange_if_different(told.encode(), call)
         raise
 
 
-def check_argument_errors(runtime: Runtime, call: str, payloads: Sequence[Sequence[Any]]) -> None:
-    """Raise ``PeerError`` if a decoded payload of the first exchange reports a bad argument."""
+def check_argument_errors(runtime: Runtime, call: str, payloads: Sequence[bytes]) -> None:
+    """Raise ``PeerError`` if a rank's payload reports a bad argument instead of its arguments."""
     for rank, payload in enumerate(payloads):
-        if payload[0] == _ARGUMENT_ERROR:
-            raise PeerError(f"{runtime.where}: {call}: rank {rank}: {payload[1]}")
+        if _ARGUMENT_ERROR in (message := json.loads(payload)):
+            raise PeerError(f"{runtime.where}: {call}: rank {rank}: {message[_ARGUMENT_ERROR]}")

@@ -13,8 +13,8 @@ from wfbp.comm.probe import WINDOW
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.sequencer import Sequencer
-from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import GroupBuffer
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.step import Close, Gather, GroupReady, GroupTime, Step, StepResult
@@ -37,15 +37,7 @@ class Lane:
     :class:`Gather` must precede all events of the next step.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        memory: Memory,
-        op: Op,
-        name: str,
-        wire_dtype: str = "",
-        gather_dtype: str = "",
-    ) -> None:
+    def __init__(self, backend: Backend, memory: Memory, options: ReducerOptions) -> None:
         self.backend = backend
         # The training thread appends and the lane takes: a deque's operations are atomic.
         self.events: deque[GroupReady | Close | Gather] = deque()
@@ -55,9 +47,8 @@ class Lane:
         self.open_step = Step(0, [], [], [])
         """The current step of training, for :meth:`describe`."""
         self._memory = memory
-        self._op = op
-        self._name = name
-        self._wire_dtype, self._gather_dtype = wire_dtype, gather_dtype
+        self._options = options
+        self._name = options.name
         self._in_flight: deque[_InFlight] = deque()
         self._step = self.open_step
         self._gather: Gather | None = None
@@ -71,14 +62,15 @@ class Lane:
         """Use another plan from the next step on; returns a buffer per group."""
         self._memory.settle()
         self._gather = None  # else it would keep memory that no plan uses any more
+        options = self._options
         self.buffers = [
             GroupBuffer(
                 plan,
                 group,
                 members,
-                self._op,
+                options.op,
                 self._memory,
-                self._wire_dtype if group < plan.num_backward else self._gather_dtype,
+                options.wire_dtype if group < plan.num_backward else options.gather_dtype,
             )
             for group in range(len(plan.groups))
         ]

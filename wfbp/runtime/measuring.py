@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from wfbp.comm.memory import Dependencies, Memory, Stamp
 from wfbp.runtime.step import GroupTime
@@ -18,77 +17,81 @@ Span = tuple[Stamp, Stamp]
 
 @dataclass(slots=True)
 class StepTimes:
-    """Time stamps of one step, seconds of ``time.perf_counter``; 0 if it did not happen."""
+    """Moments of one step: stamps, or seconds of ``time.perf_counter``; 0 if it did not happen."""
 
-    begun_s: float  # the previous step's results were available
-    ready_s: list[float]  # per tensor: its gradient existed
-    forward_s: list[float]  # per tensor: its first use in forward, if the adapter can tell
-    forward_end_s: float = 0.0  # if the adapter can tell
-    closed_s: float = 0.0  # the step closed
-    done_s: float = 0.0  # the results were available
-    packing_s: float = 0.0  # duration of all packing
-    update_s: float = 0.0  # duration of updates, at the step's beginning and in forward
-    waited_s: float = 0.0  # how long forward waited for all-gathers
+    begun_s: Stamp  # the previous step's results were available
+    ready_s: Sequence[Stamp]  # per tensor of the plan: its gradient existed
+    forward_s: Sequence[Stamp]  # per tensor: its first use in forward, if the adapter can tell
+    forward_end_s: Stamp = 0.0  # if the adapter can tell
+    closed_s: Stamp = 0.0  # the step closed
+    done_s: Stamp = 0.0  # the results were available
+    groups: Sequence[GroupTime] = ()  # of backward
+    gathers: Sequence[GroupTime] = ()  # of forward
+    updates: Sequence[Span] = ()  # by the optimizer, at the step's beginning and in forward
+    waits: Sequence[Span] = ()  # of forward, for all-gathers
+
+    def to_seconds(self, at: Callable[[Stamp], float]) -> StepTimes:
+        """The moments of a finished step in seconds, without untimed groups."""
+
+        def times(groups: Sequence[GroupTime]) -> list[GroupTime]:
+            return [
+                GroupTime(t.group, at(t.start_s), at(t.packed_s), at(t.end_s))
+                for t in groups
+                if t.start_s
+            ]
+
+        def spans(pairs: Sequence[Span]) -> list[Span]:
+            return [(at(start), at(end)) for start, end in pairs]
+
+        return StepTimes(
+            at(self.begun_s),
+            list(map(at, self.ready_s)),
+            list(map(at, self.forward_s)),
+            at(self.forward_end_s),
+            at(self.closed_s),
+            at(self.done_s),
+            times(self.groups),
+            times(self.gathers),
+            spans(self.updates),
+            spans(self.waits),
+        )
+
+    # Of a step in seconds.
+
+    @property
+    def length_s(self) -> float:
+        """Duration of the step."""
+        length_s: float = self.done_s - self.begun_s
+        return length_s
+
+    @property
+    def exposed_s(self) -> float:
+        """How long training waited for communication."""
+        exposed_s: float = self.done_s - self.closed_s + self.waited_s
+        return exposed_s
+
+    @property
+    def packing_s(self) -> float:
+        """How long groups of backward were packed."""
+        return sum(time.packed_s - time.start_s for time in self.groups)
+
+    @property
+    def update_s(self) -> float:
+        """How long the optimizer updated tensors."""
+        return self._length_s(self.updates)
+
+    @property
+    def waited_s(self) -> float:
+        """How long forward waited for all-gathers."""
+        return self._length_s(self.waits)
+
+    def _length_s(self, spans: Sequence[Span]) -> float:
+        begun_s: float = self.begun_s
+        return sum((max(0.0, end - max(start, begun_s)) for start, end in spans), 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimestamps:
-    """Stamps of one step; see :class:`StepTimes`."""
-
-    begun: Stamp  # results of the previous step were there
-    ready: Sequence[Stamp]  # by tensor of the plan, as ``forward``
-    forward: Sequence[Stamp]
-    forward_end: Stamp
-    closed: Stamp
-    done: Stamp  # results were there
-    updates: Sequence[Span]
-    waits: Sequence[Span]  # of forward, for all-gathers
-    times: Sequence[GroupTime]
-    gathers: Sequence[GroupTime]
-
-
-class MeasuredStep(NamedTuple):
-    """The same in seconds: groups' times (gathers first), waits for gathers, and updates."""
-
-    stamps: StepTimes
-    times: list[GroupTime]
-    waits: list[tuple[float, float]] = []  # noqa: RUF012 - never changed
-    updates: list[tuple[float, float]] = []  # noqa: RUF012 - never changed
-
-
-NOT_MEASURED = MeasuredStep(StepTimes(0.0, [], []), [])
+NOT_MEASURED = StepTimes(0.0, [], [])
 """Of a step that was only counted."""
-
-
-def to_seconds(moments: StepTimestamps, at: Callable[[Stamp], float]) -> MeasuredStep:
-    """Convert a finished step's stamps; omits spans before its begin, and untimed groups."""
-    begun_s = at(moments.begun)
-    times = [
-        GroupTime(time.group, at(time.start_s), at(time.packed_s), at(time.end_s))
-        for time in (*moments.gathers, *moments.times)
-        if time.start_s
-    ]
-    waits = [(at(start), at(end)) for start, end in moments.waits]
-    updates = [(at(start), at(end)) for start, end in moments.updates]
-    packing_s = update_s = waited_s = 0.0
-    for time in moments.times:
-        packing_s += at(time.packed_s) - at(time.start_s)
-    for start_s, end_s in updates:
-        update_s += max(0.0, end_s - max(start_s, begun_s))
-    for start_s, end_s in waits:
-        waited_s += max(0.0, end_s - max(start_s, begun_s))
-    stamps = StepTimes(
-        begun_s,
-        list(map(at, moments.ready)),
-        list(map(at, moments.forward)),
-        at(moments.forward_end),
-        at(moments.closed),
-        at(moments.done),
-        packing_s,
-        update_s,
-        waited_s,
-    )
-    return MeasuredStep(stamps, times, waits, updates)
 
 
 class Visit:
@@ -105,7 +108,7 @@ class Visit:
         if self.left < (self.steps.maxlen or 0):
             self.steps.append(stamps)
         else:
-            self.cold_s = stamps.done_s - stamps.begun_s or None
+            self.cold_s = stamps.length_s or None
         return not self.left
 
 
@@ -119,7 +122,7 @@ class StepClock:
     def __init__(self, memory: Memory, num_tensors: int) -> None:
         self._memory = memory
         self._num_tensors = num_tensors
-        self._kept: deque[StepTimestamps] = deque()
+        self._kept: deque[StepTimes] = deque()
         self._updates: deque[Span] = deque(maxlen=_MOST_UPDATES)
         self.waits: list[Span] = []
         self.gathers: list[GroupTime] = []
@@ -160,23 +163,23 @@ class StepClock:
         """Keep the closed step, with the moments of these tensors."""
         ready, forward = self.ready, self._forward
         self._kept.append(
-            StepTimestamps(
+            StepTimes(
                 self.begun,
                 [ready[k] for k in tensors],
                 [forward[k] for k in tensors],
                 self._forward_end,
                 self.closed,
                 done,
-                list(self._updates),
-                self.waits,
                 times,
                 self.gathers,
+                list(self._updates),
+                self.waits,
             )
         )
         self._updates.clear()
         self.waits, self.gathers = [], []
 
-    def take(self, counting: bool, measuring: bool) -> Iterator[MeasuredStep]:
+    def take(self, counting: bool, measuring: bool) -> Iterator[StepTimes]:
         """Take finished steps that can be read; while ``measuring``, the same ones on every rank.
 
         While ``counting`` none is: a wait for a device would cost more than the step.
@@ -186,9 +189,9 @@ class StepClock:
             kept.clear()
             yield NOT_MEASURED
             return
-        while kept and (len(kept) > memory.lag_steps if measuring else memory.done(kept[0].done)):
-            moments = kept.popleft()
-            yield to_seconds(moments, memory.clock(moments.begun, moments.done))
+        while kept and (len(kept) > memory.lag_steps if measuring else memory.done(kept[0].done_s)):
+            step = kept.popleft()
+            yield step.to_seconds(memory.clock(step.begun_s, step.done_s))
 
     def forget(self) -> None:
         """Drop finished steps, which ran by another plan."""

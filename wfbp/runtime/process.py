@@ -20,6 +20,7 @@ from wfbp.comm.backend import Backend
 from wfbp.comm.mpi.start_notice import under_launcher
 from wfbp.comm.waiting import num_cores
 from wfbp.config import Config, read_environment, unknown_variables
+from wfbp.core.ranks import name_ranks, name_values
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpError
 from wfbp.runtime import timeline, uncaught
 from wfbp.runtime.collectives.operations import Collectives
@@ -132,8 +133,7 @@ def shutdown() -> None:
         runtime, _runtime = _runtime, None
         atexit.unregister(shutdown)
         uncaught.uninstall()
-        if runtime.collectives is not None:
-            runtime.collectives.record(None)
+        runtime.record(None)
         runtime.shutdown()
         if runtime.config.record and runtime.rank == 0:
             _merge_timelines(runtime)
@@ -141,7 +141,6 @@ def shutdown() -> None:
 
 def _start_timeline(runtime: Runtime) -> None:
     """Record all ranks' steps and operations; collective."""
-    assert runtime.collectives is not None
     config, rank = runtime.config, runtime.rank
     path = timeline.rank_file(config.record, rank)
     on_one_host = runtime.local_size == runtime.size
@@ -155,7 +154,7 @@ def _start_timeline(runtime: Runtime) -> None:
             f"rank {rank}: no timeline {path} ({error.strerror}); training continues",
         )
     else:
-        runtime.collectives.record(writer)
+        runtime.record(writer)
 
 
 def _merge_timelines(runtime: Runtime) -> None:
@@ -277,16 +276,13 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
             uncaught.print_line(peer_error, "")  # that rank prints it
             raise peer_error
     runtime.places = [(place[0], place[1]) for *_, place in payloads]
-    settings_by_rank = [settings for _, settings, *_ in payloads]
-    differing = [
-        name
-        for name in SHARED
-        if any(s[name] != settings_by_rank[0][name] for s in settings_by_rank)
-    ]
-    if differing:
-        shown = ", ".join(
-            _describe_setting(name, [s[name] for s in settings_by_rank]) for name in differing
-        )
+    by_rank = {name: [settings[name] for _, settings, *_ in payloads] for name in SHARED}
+    shown = ", ".join(
+        f"WFBP_{name.upper()} ({name_values(dict(enumerate(values)))})"
+        for name, values in by_rank.items()
+        if len(set(values)) > 1
+    )
+    if shown:
         disagreement = DisagreementError(
             f"{runtime.where}: init(): ranks disagree on {shown}. Set it to the same value on "
             "every rank; mpirun passes variables on to all of them"
@@ -307,26 +303,13 @@ def warn_of_cores(runtime: Runtime, threads: int) -> None:
         runtime.warn_once("cores", problem)
 
 
-def compare_problem(problem: Exception) -> None:
-    """Have a problem at the end of ``init()`` printed once, if all ranks have it."""
-    runtime = current("init()")
-    try:
-        payloads = runtime.channel.exchange(
-            describe_error(problem).encode(), "init(): comparing errors"
-        )
-    except WfbpError:  # others have none, and went on
-        return
-    _print_once(runtime, problem, [payload.decode() for payload in payloads])
-
-
 def _print_once(runtime: Runtime, problem: Exception, problems: Sequence[str]) -> None:
     """Let the first of the ranks that have this problem print it for all of them."""
     own, size = problems[runtime.rank], runtime.size
     ranks = [rank for rank, text in enumerate(problems) if text == own]
     if size == 1:
         return
-    some = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {size}"
-    who = f"all {size} ranks" if len(ranks) == size else some
+    who = f"all {size} ranks" if len(ranks) == size else f"{name_ranks(ranks)} of {size}"
     uncaught.print_line(problem, f"{who}: {own}" if ranks[0] == runtime.rank else "")
 
 
@@ -361,15 +344,3 @@ def _make_folder(variable: str, folder: str) -> None:
             f"{variable} is {folder!r}, but {problem}. Name a directory where every rank can "
             "write, or none"
         )
-
-
-def _describe_setting(name: str, values: list[Any]) -> str:
-    """The setting's variable, and which ranks have which value."""
-    holders: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        holders.setdefault(value, []).append(rank)
-    parts = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {value}"
-        for value, ranks in holders.items()
-    ]
-    return f"WFBP_{name.upper()} ({'; '.join(parts)})"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
-import os
 import platform
 import re
 import shlex
@@ -13,8 +11,6 @@ import socket
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.plan import Plan
 from wfbp.runtime.measuring import StepTimes
-from wfbp.runtime.step import GroupTime
+from wfbp.runtime.timeline import save
 from wfbp.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:  # `wfbp report` reads records without a runtime
@@ -106,12 +102,10 @@ class Recorder:
         self._plan: Plan | None = None
         self._installed = False
         self._num_steps = self._num_by_plan = 0
-        self._iterations: deque[tuple[StepTimes, Sequence[GroupTime]]] = deque(
-            maxlen=KEPT_ITERATIONS
-        )
+        self._iterations: deque[StepTimes] = deque(maxlen=KEPT_ITERATIONS)
         atexit.register(_write_if_alive, weakref.ref(self))
 
-    def after_step(self, number: int, stamps: StepTimes, times: Sequence[GroupTime]) -> None:
+    def after_step(self, number: int, step: StepTimes) -> None:
         """Take note of a step that ran by the tuner's present plan; before the tuner does."""
         tuner = self._tuner
         if tuner.plan is not self._plan or tuner.installed != self._installed:
@@ -119,7 +113,7 @@ class Recorder:
             self._iterations.clear()
             self._num_by_plan = 0
         self._num_steps = number
-        self._iterations.append((stamps, times))
+        self._iterations.append(step)
         self._num_by_plan += 1
         count = self._num_by_plan  # powers of two: writing stays out of measured steps
         if self._installed and count >= KEPT_ITERATIONS and not count & (count - 1):
@@ -129,13 +123,9 @@ class Recorder:
         """Write the document atomically; log the first error, and continue training."""
         if self._plan is None:
             return
-        partial = self.path.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(self.document(), allow_nan=False))
-            os.replace(partial, self.path)
+            save(self.document(), self.path)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             self._runtime.warn_once(
                 f"record {self.path.parent}",
                 f"rank {self._runtime.rank}: the run could not be recorded in {self.path} "
@@ -163,7 +153,7 @@ class Recorder:
             "plan": self._plan.to_json(),
             "trace": tuner.trace.to_json() if tuner.trace else None,
             "costs": tuner.costs.to_json() if tuner.costs else None,
-            "iterations": [_iteration(stamps, times) for stamps, times in self._iterations],
+            "iterations": [_iteration(step) for step in self._iterations],
         }
 
 
@@ -191,18 +181,18 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _iteration(stamps: StepTimes, times: Sequence[GroupTime]) -> dict[str, Any]:
+def _iteration(step: StepTimes) -> dict[str, Any]:
     """One iteration; seconds from its beginning, which is the end of the one before."""
 
     def since(stamp: float) -> float | None:
-        return round(stamp - stamps.begun_s, 9) if stamp else None
+        return round(stamp - step.begun_s, 9) if stamp else None
 
     return {
-        "ready_s": [since(s) for s in stamps.ready_s],
-        "forward_s": [since(s) for s in stamps.forward_s],
-        "forward_end_s": since(stamps.forward_end_s),
-        "closed_s": since(stamps.closed_s),
-        "done_s": since(stamps.done_s),
+        "ready_s": [since(s) for s in step.ready_s],
+        "forward_s": [since(s) for s in step.forward_s],
+        "forward_end_s": since(step.forward_end_s),
+        "closed_s": since(step.closed_s),
+        "done_s": since(step.done_s),
         "groups": [
             {
                 "group": t.group,
@@ -210,7 +200,7 @@ def _iteration(stamps: StepTimes, times: Sequence[GroupTime]) -> dict[str, Any]:
                 "packed_s": since(t.packed_s),
                 "end_s": since(t.end_s),
             }
-            for t in times
+            for t in (*step.gathers, *step.groups)
         ],
     }
 

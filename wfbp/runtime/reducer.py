@@ -103,18 +103,8 @@ class Reducer:
         self._fetch = fetch  # for gradients without an event, when the step closes
         chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
         planned = [specs[k] for k in chosen]
-        self.tuner = Tuner(
-            runtime.config,
-            options.schedule,
-            options.threshold_bytes,
-            planned,
-            options.decouples,
-            runtime.size if options.sharded_update else 1,
-            is_logger=runtime.rank == 0,
-            name=name,
-            wire_dtype=options.wire_dtype,
-            gathers_gradients=not options.sharded_update,
-        )
+        is_logger = runtime.rank == 0
+        self.tuner = Tuner(runtime.config, options, planned, runtime.size, is_logger=is_logger)
         channel = channel or runtime.channel
         settings = {
             **compared,
@@ -136,8 +126,7 @@ class Reducer:
             self.memory = memory = location(runtime, backend, channel.call)
         # Separate, because ranks may end the steps of several reducers in different orders.
         self._channel = runtime.channel_on(beside)
-        wire = options.wire_dtype, options.gather_dtype
-        self._lane = lane = Lane(backend, memory, options.op, name, *wire)
+        self._lane = lane = Lane(backend, memory, options)
         self._events, self._thread = lane.events, runtime.thread
         self.clock = StepClock(memory, len(specs))
         self._expected = [options.passes] * len(specs)
@@ -425,12 +414,12 @@ class Reducer:
         # Without details only the length of the step is used.
         self.clock.finish(self._planned if self._detailed else (), result.times, done)
         counting = not (tuner.measuring or tuner.installed)
-        for measured in self.clock.take(counting, tuner.measuring):
+        for times in self.clock.take(counting, tuner.measuring):
             if recorder is not None:
-                recorder.after_step(self._steps, measured.stamps, measured.times)
-            if timeline is not None and measured.stamps.done_s:
-                timeline.step(self._record_name, self._steps - 1, tuner.plan, measured)
-            if tuner.visit.add(measured.stamps):
+                recorder.after_step(self._steps, times)
+            if timeline is not None and times.done_s:
+                timeline.step(self._record_name, self._steps - 1, tuner.plan, times)
+            if tuner.visit.add(times):
                 tuner.complete()
         often = self._runtime.config.summary_steps
         if often and self._runtime.rank == 0 and self._steps % often == 0:

@@ -11,17 +11,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-from wfbp.comm.arrays import Buffer
-from wfbp.comm.backend import Backend, Finished, HostBackend
+from wfbp.comm.backend import Backend, HostBackend
 from wfbp.comm.locations import Attachment
 from wfbp.config import Config
 from wfbp.core.cost import Costs
-from wfbp.core.types import Op, Operation
+from wfbp.core.types import Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.progress.channel import CollectiveLock, ControlChannel
 from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
@@ -100,7 +98,7 @@ class Runtime:
         """Objects that release their buffers at :meth:`shutdown`."""
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
-        self.timeline: TraceWriter | None = None
+        self.timeline: TraceWriter | None = None if within is None else within.timeline
         """Current recording of steps, if any."""
         # Named operations; init() makes them, on every rank.
         self.collectives: Collectives | None = None
@@ -183,13 +181,13 @@ class Runtime:
         """Give :attr:`planning_channel` its own backend; collective."""
         self.planning_channel = self.channel_on(self._duplicate(self.channel))
 
-    def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:
-        """Combine a buffer over all ranks, in place; it may be anywhere in memory."""
-        # Backends send fusion buffers differently, and other ranks may pass other memory.
-        foreign = buffer.copy() if self._backend.copies_segments(buffer) else buffer
-        self.channel.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
-        if foreign is not buffer:
-            buffer[:] = foreign
+    def record(self, timeline: TraceWriter | None) -> None:
+        """Close the current timeline, and record in another one, or in none."""
+        before = self.timeline
+        for runtime in (self, *self._inner):
+            runtime.timeline = timeline
+        if before is not None:
+            before.close()
 
     def open_store(self) -> Store:
         """A store that others may fetch from; made on every rank, in the same order."""
@@ -217,19 +215,20 @@ class Runtime:
         collective."""
         # Two, because a step that some ranks discard may be under way while all exchange.
         # Reused, because MPI has a limited number of communicators.
-        idle = json.dumps(sorted(self._idle)).encode()
-        payloads = channel.exchange(idle, "choosing a lane")
-        common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
-        if common:
+        if common := self._idle_everywhere(channel, "choosing a lane"):
             chosen: int = min(common)
             self._idle.remove(chosen)
             return self._leased[chosen]
         self._leased.append((self._duplicate(channel), self._duplicate(channel)))
         return self._leased[-1]
 
+    def _idle_everywhere(self, channel: ControlChannel, label: str) -> set[int]:
+        """Numbers of the leased backends that are idle on all ranks; collective."""
+        payloads = channel.exchange(json.dumps(sorted(self._idle)).encode(), label)
+        return set.intersection(*(set(json.loads(payload)) for payload in payloads))
+
     def _duplicate(self, channel: ControlChannel) -> Backend:
-        made: Backend = channel.call(lambda backend: Finished(backend.duplicate()), "making a lane")
-        return made
+        return channel.run(lambda backend: backend.duplicate(), "making a lane")
 
     def measure_costs(
         self,
@@ -263,23 +262,24 @@ class Runtime:
         """The number of a lane's backend, the same on every rank."""
         return next(k for k, leased in enumerate(self._leased) if leased[0] is lane_backend)
 
-    def close(self) -> None:
+    def close(self, close_named_operations: Callable[[], None]) -> None:
         """End the runtime of a process set after its last step; collective among its ranks."""
         assert self._within is not None
         self.check()
         label = "closing a process set"
-        self.channel.call(
-            lambda _: Finished(None), label
-        )  # lanes that were removed before are idle now
-        idle = json.dumps(sorted(self._idle)).encode()  # the others have steps that never end
-        payloads = self.channel.exchange(idle, label)
-        common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
-        for attachment in self.attached:
-            self.channel.call(partial(_finished, partial(attachment.close, common)), label)
-        for number in sorted(common):
-            for backend in self._leased[number]:
-                self.channel.call(partial(_finished, backend.close), label)
-        self.thread.call(lambda: _finished(self._backend.close), label, members=self.members)
+        self.channel.run(lambda _: None, label)  # lanes that were removed before are idle now
+        common = self._idle_everywhere(self.channel, label)  # the others have steps that never end
+
+        def free(own: Backend) -> None:
+            close_named_operations()
+            for attachment in self.attached:
+                attachment.close(common)
+            for number in sorted(common):
+                for backend in self._leased[number]:
+                    backend.close()
+            own.close()
+
+        self.channel.run(free, label)
         self._within._inner.remove(self)
         self._closed = True
 
@@ -367,8 +367,3 @@ class Runtime:
 
     def check_measurement(self, label: str, waited_s: float) -> None:
         self._loop.check_measurement(label, waited_s, self.members)
-
-
-def _finished(act: Callable[[], None], _: Backend | None = None) -> Finished[None]:
-    act()
-    return Finished(None)

@@ -9,14 +9,14 @@ runtime, because no operation can be resumed.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # its getsignal() does not convert to enums
-import functools
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ContextDecorator
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 # Terminal and mpirun may both deliver one key press as SIGINT.
 PATIENCE_S = 1.0
@@ -32,8 +32,8 @@ pending: dict[int, float] = {}
 """Signals whose handlers have yet to run, and when they arrived."""
 
 
-class _Deferred:
-    """Re-entrant context manager; does nothing in other threads than the main thread."""
+class _Deferred(ContextDecorator):
+    """Re-entrant context manager and decorator; does nothing outside of the main thread."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -77,19 +77,6 @@ class _Deferred:
 
 
 deferred = _Deferred()
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def deferring(function: F) -> F:
-    """Decorator: run a function within :data:`deferred`."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with deferred:
-            return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
 
 
 def overdue(waiting_since: float) -> bool:

@@ -56,7 +56,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class GroupTime:
-    """When one group was packed and travelled: stamps, or what :func:`to_seconds` makes of them."""
+    """When one group was packed and travelled: stamps, or seconds."""
 
     group: int
     start_s: float

@@ -16,11 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from wfbp.core.plan import Plan
-from wfbp.runtime.measuring import MeasuredStep
+from wfbp.runtime.measuring import StepTimes
 
 FLUSH_S = 0.5
 """Seconds of records that are lost if a process is killed."""
@@ -78,11 +79,11 @@ class TraceWriter:
         )
         self._thread.start()
 
-    def step(self, optimizer: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
+    def step(self, optimizer: str, number: int, plan: Plan, times: StepTimes) -> None:
         """Record a step of an optimizer that ran by ``plan``; on its training thread."""
         wanted = self._steps[0] <= number <= self._steps[1] and not self._ended
-        if wanted and measured.stamps.begun_s >= self._start_s:  # else it lacks its beginning
-            self._records.append((optimizer, number, plan, measured))
+        if wanted and times.begun_s >= self._start_s:  # else it lacks its beginning
+            self._records.append((optimizer, number, plan, times))
 
     def operation(self, kind: str, name: str, submitted_s: float, ready_s: float) -> None:
         """Record a named operation that ends now; times are of ``time.monotonic``."""
@@ -133,7 +134,7 @@ class TraceWriter:
         while rest:
             rest = rest[self._file.write(rest) :]
 
-    def _add_step(self, optimizer: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
+    def _add_step(self, optimizer: str, number: int, plan: Plan, times: StepTimes) -> None:
         first = self._optimizers.get(optimizer)
         if first is None:
             first = self._optimizers[optimizer] = 1 + len(self._optimizers) * _ROWS
@@ -141,32 +142,32 @@ class TraceWriter:
             rows += [f"groups {row + 1}" for row in range(_NUM_GROUP_ROWS)]
             for row, text in enumerate(rows, first):
                 self._name("thread_name", row, {"name": f"{optimizer}: {text}"})
-        stamps = measured.stamps
         training = first + _TRAINING
         step = {"step": number}
-        forward_s = stamps.begun_s
-        for position, (start_s, end_s) in enumerate(measured.updates):
-            if end_s > start_s >= stamps.begun_s:
+        forward_s = times.begun_s
+        for position, (start_s, end_s) in enumerate(times.updates):
+            if end_s > start_s >= times.begun_s:
                 self._span("update", training, start_s, end_s, step)
                 if position == 0:  # further ones are of parameters that forward reads
                     forward_s = end_s
-        if stamps.forward_end_s:
-            self._span("forward", training, forward_s, stamps.forward_end_s, step)
-            self._span("backward", training, stamps.forward_end_s, stamps.closed_s, step)
+        if times.forward_end_s:
+            self._span("forward", training, forward_s, times.forward_end_s, step)
+            self._span("backward", training, times.forward_end_s, times.closed_s, step)
         else:  # the adapter does not report the end of forward
-            self._span("forward and backward", training, forward_s, stamps.closed_s, step)
-        for start_s, end_s in measured.waits:
+            self._span("forward and backward", training, forward_s, times.closed_s, step)
+        for start_s, end_s in times.waits:
             if end_s > start_s:
                 self._span("wait for parameters", training, start_s, end_s, step)
-        self._span("wait for gradients", training, stamps.closed_s, stamps.done_s, step)
-        self._add_gradients(optimizer, number, plan, stamps.ready_s, first + _GRADIENTS)
-        for time_of in measured.times:
-            group = plan.groups[time_of.group]
-            row = first + _GROUPS + time_of.group % _NUM_GROUP_ROWS
+        by_plan = {**step, "plan": plan.digest[:8]}
+        self._span(_WAIT, training, times.closed_s, times.done_s, by_plan)
+        self._add_gradients(optimizer, number, plan, times.ready_s, first + _GRADIENTS)
+        for sent in (*times.gathers, *times.groups):
+            group = plan.groups[sent.group]
+            row = first + _GROUPS + sent.group % _NUM_GROUP_ROWS
             nbytes = sum(plan.tensors[k].nbytes for k in group.tensors)
-            facts = {**step, "group": time_of.group, "bytes": nbytes, "tensors": len(group.tensors)}
-            self._span("pack", row, time_of.start_s, time_of.packed_s, facts)
-            self._span(group.operation.value, row, time_of.packed_s, time_of.end_s, facts)
+            facts = {**step, "group": sent.group, "bytes": nbytes, "tensors": len(group.tensors)}
+            self._span("pack", row, sent.start_s, sent.packed_s, facts)
+            self._span(group.operation.value, row, sent.packed_s, sent.end_s, facts)
 
     def _add_gradients(
         self, optimizer: str, number: int, plan: Plan, ready_s: Sequence[float], row: int
@@ -204,25 +205,11 @@ class TraceWriter:
     def _span(
         self, name: str, row: int, start_s: float, end_s: float, facts: dict[str, Any] | None = None
     ) -> None:
-        self._add(name, "X", row, start_s, facts, max(end_s - start_s, 0.0))
-
-    def _add(
-        self,
-        name: str,
-        phase: str,
-        row: int,
-        at_s: float,
-        facts: dict[str, Any] | None = None,
-        length_s: float | None = None,
-    ) -> None:
-        if at_s < self._start_s:
+        if start_s < self._start_s:
             return  # it began before the timeline; viewers take no stamps below 0
-        event: dict[str, Any] = {"name": name, "ph": phase, "pid": self._rank, "tid": row}
-        event["ts"] = round((at_s - self._start_s) * 1e6, 3)
-        if length_s is not None:
-            event["dur"] = round(length_s * 1e6, 3)
-        else:
-            event["s"] = "t"
+        event: dict[str, Any] = {"name": name, "ph": "X", "pid": self._rank, "tid": row}
+        event["ts"] = round((start_s - self._start_s) * 1e6, 3)
+        event["dur"] = round(max(end_s - start_s, 0.0) * 1e6, 3)
         if facts:
             event["args"] = facts
         self._events.append(json.dumps(event))
@@ -306,7 +293,7 @@ def save(document: dict[str, Any], path: str | Path) -> None:
     """Write a document, whole or not at all."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    text = json.dumps(document)
+    text = json.dumps(document, allow_nan=False)
     try:
         partial.write_text(text)
         os.replace(partial, target)
@@ -347,7 +334,8 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
             steps.setdefault(step, []).append(event)
     rows = []
     for (rank, engine), steps in sorted(events.items()):
-        numbers = _by_last_plan(steps)
+        if not (numbers := _by_last_plan(steps)):
+            continue
         taken = [_times_of(steps[number]) for number in numbers]
         ends = {step: times["end_s"] for step, times in zip(numbers, taken, strict=True)}
         lengths = [ends[step] - ends[step - 1] for step in ends if step - 1 in ends]
@@ -364,26 +352,20 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _by_last_plan(steps: Mapping[int, Sequence[dict[str, Any]]]) -> list[int]:
-    """The last steps that reduced the same groups: those of a profile and a trial are left out."""
-    reductions = ("all_reduce", "reduce_scatter")
-    sent = {
-        number: {
-            (event["args"].get("group"), event["args"].get("bytes"), event["name"])
-            for event in events
-            if event["name"] in reductions
-        }
+    """The last steps that ran by the same plan: those of a profile and a trial are left out."""
+    plans = {
+        number: event["args"].get("plan")
         for number, events in steps.items()
-    }
-    numbers = sorted(sent)
-    while len(numbers) > 1 and sent[numbers[-1]] != sent[numbers[-2]]:
-        numbers.pop()  # its rank was killed before all of its events were written
-    start = len(numbers) - 1
-    while start and sent[numbers[start - 1]] == sent[numbers[-1]]:
-        start -= 1
-    return numbers[start:]
+        for event in events
+        if event["name"] == _WAIT
+    }  # of whole steps: the rank may have been killed before it wrote the last one
+    numbers = sorted(plans)
+    last = takewhile(lambda number: plans[number] == plans[numbers[-1]], reversed(numbers))
+    return sorted(last)
 
 
-_WAITS = ("wait for gradients", "wait for parameters")
+_WAIT = "wait for gradients"
+_WAITS = (_WAIT, "wait for parameters")
 _COMPUTE = ("forward", "backward", "update", "forward and backward", "pack")
 
 
@@ -401,7 +383,7 @@ def _times_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
             times["backward_s"] += length_s
         elif name != "pack":
             times[f"{name}_s"] += length_s
-        if name == "wait for gradients":
+        if name == _WAIT:
             times["end_s"] = event["ts"] * 1e-6 + length_s
     times["communication_s"] = _covered_s(spans)
     return times

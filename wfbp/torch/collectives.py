@@ -5,26 +5,17 @@ They are made of the table in ``wfbp.runtime.collectives.forms``; ``collectives.
 
 from __future__ import annotations
 
-from typing import Any
-
 from wfbp.runtime.collectives import forms
-from wfbp.runtime.collectives.coordinator import Kind
-from wfbp.runtime.collectives.forms import NAME, PROCESS_SET, ROOT, SPLITS, Form
+from wfbp.runtime.collectives.forms import Form, Parameters
 from wfbp.torch.compression import Compression
 from wfbp.torch.operands import perform, sparse_allreduce_async
 
 
-def parameters(form: Form) -> tuple[tuple[str, Any, str], ...]:
+def parameters(form: Form) -> Parameters:
     """Name, default and type of each parameter after the tensor."""
+    compression = ("compression", Compression.none, "type[Compressor]")
     may_compress = form.waits and not form.in_place
-    packed = (("compression", Compression.none, "type[Compressor]"),) * may_compress
-    if form.kind is Kind.ALLREDUCE:
-        return (NAME, *packed, forms.OP, *forms.FACTORS, PROCESS_SET)
-    if form.kind is Kind.REDUCESCATTER:
-        return (NAME, *packed, forms.OP, PROCESS_SET, *forms.FACTORS)
-    if form.kind is Kind.BROADCAST:
-        return (ROOT, NAME, PROCESS_SET)
-    return (SPLITS, NAME, PROCESS_SET) if form.kind is Kind.ALLTOALL else (NAME, PROCESS_SET)
+    return forms.parameters(form, (compression,) if may_compress else ())
 
 
 _START = ">>> import torch, wfbp.torch as wfbp\n>>> wfbp.init()\n"

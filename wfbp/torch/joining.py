@@ -22,7 +22,7 @@ at_end: list[Callable[[], None]] = []
 """Further steps of :func:`join` on all ranks, once all have joined."""
 
 
-@signals.deferring
+@signals.deferred
 def join() -> int:
     """Announce that this rank has no more data, and wait until all ranks have called this.
 

@@ -60,7 +60,6 @@ def check_params(named: Sequence[tuple[str, torch.Tensor]], options: ReducerOpti
     """Raise unless the gradients of these parameters can be reduced with these options.
 
     Raises:
-        ImportError: ``dear`` without the ``search`` extra.
         TypeError: not a whole number where one is expected.
         ValueError: a bad option, or a parameter that cannot be sent.
     """

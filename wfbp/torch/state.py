@@ -20,7 +20,7 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.torch import operands, tensors
 
 
-@signals.deferring
+@signals.deferred
 def broadcast_parameters(
     parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor],
     root_rank: int = 0,
@@ -128,7 +128,7 @@ def _tensors_of(parameters: Any) -> dict[str, torch.Tensor]:
     return {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
 
 
-@signals.deferring
+@signals.deferred
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,

@@ -106,7 +106,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         NotInitializedError: before ``wfbp.init()``.
         TypeError: not an optimizer, parameters without names, or no whole number where one is
             expected.
-        ImportError: ``dear`` without the ``search`` extra.
         ValueError: a bad argument, a parameter that cannot be sent, or a process set that was not
             added or that this rank is not in.
         DisagreementError: ranks passed different parameters or settings.

@@ -7,12 +7,13 @@ import random
 from collections.abc import Mapping, Sequence
 
 from tests.benchmarks.scaling import DATA
+from tests.benchmarks.validation.threshold_search import ThresholdSearch
 from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
 from wfbp.core.planners import plan
-from wfbp.core.planners.dear import ThresholdSearch, dear
+from wfbp.core.planners.dear import dear
 from wfbp.core.timeline import IterationForecast, iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, TensorSpec

@@ -29,7 +29,7 @@ from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, Phase
 from wfbp.runtime import process
 from wfbp.runtime.tuning import tuner
-from wfbp.runtime.tuning.candidates import make
+from wfbp.runtime.tuning.candidates import fixed_candidates
 
 Check = Callable[[], None]
 
@@ -67,17 +67,17 @@ MODES = {
 }
 
 
-def mixed(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:
+def mixed(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> list[Plan]:
     """As ``hybrid``, but every other tensor is decoupled, whatever that costs."""
     if name != "hybrid":
-        return make(name, trace, costs, threshold_bytes)
+        return fixed_candidates(name, trace, costs, threshold_bytes)
     last = len(trace.specs) - 1
     backward = (
         Group((k,), Operation.REDUCE_SCATTER if k % 2 else Operation.ALL_REDUCE)
         for k in range(last, -1, -1)
     )
     forward = (Group((k,), Operation.ALL_GATHER, Phase.FORWARD) for k in range(1, last + 1, 2))
-    return Plan(name, trace.specs, (*backward, *forward))
+    return [Plan(name, trace.specs, (*backward, *forward))]
 
 
 def freeze_imports() -> None:
@@ -113,7 +113,7 @@ class Checks:
         """``program.py OUT MODE [NAME ...]``."""
         out, mode, *names = sys.argv[1:]
         if mode == "mixed":
-            tuner.make = mixed
+            tuner.fixed_candidates = mixed
         torch = sys.modules.get("torch")  # which programs for JAX need not load
         if torch is not None:
             torch.set_num_threads(1)

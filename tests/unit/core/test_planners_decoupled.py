@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -17,7 +14,6 @@ from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
 from wfbp.core.planners import plan
 from wfbp.core.planners.baselines import ipart
-from wfbp.core.planners.dear import ThresholdSearch
 from wfbp.core.planners.partition import plan_of_phases
 from wfbp.core.timeline import iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
@@ -195,25 +191,3 @@ def test_overlap_pays_at_72_nodes() -> None:
         for name in ("ps", "ps_layerwise", "ipart")
     )
     assert greedy < layers < whole
-
-
-def test_searches_of_several_threads_leave_the_warnings_of_the_process() -> None:
-    """Ranks that are threads search at once; the library silences warnings meanwhile."""
-
-    def searched(rank: int) -> list[int]:
-        search, asked = ThresholdSearch(), []
-        for round_ in range(5):
-            asked.append(search.ask())
-            search.tell(1.0 + (7 * round_ + rank) % 5 / 100)
-        return asked
-
-    searched(0)  # imports what has warnings of its own to silence
-    before, interval = list(warnings.filters), sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            asked = list(pool.map(searched, [0] * 4))
-    finally:
-        sys.setswitchinterval(interval)
-    assert asked == asked[:1] * 4
-    assert warnings.filters == before

@@ -68,5 +68,5 @@ def test_many_differences_are_counted() -> None:
 
 def test_check_equal() -> None:
     check_equal("x", "the plan", ["p"] * 4)
-    with pytest.raises(DisagreementError, match="the plan: rank 0 has p, rank 2 has q"):
+    with pytest.raises(DisagreementError, match="the plan: ranks 0, 1: p; rank 2: q"):
         check_equal("x", "the plan", ["p", "p", "q"])

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from wfbp.core.planners import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.tuning import tuner
 from wfbp.runtime.tuning.profile import TuningPhase
 
 STEADY = Config(schedule="layerwise", warmup_steps=10**6, timeout_s=60.0)
@@ -195,8 +193,7 @@ def test_random_decoupled_programs(
             trainer.read(k, value, "at the end")
         trainer.finish()
 
-    with patch.object(tuner, "_NUM_SEARCHED", 3):  # of dear, whose search takes long
-        all_well(run_ranks(size, body, QUICK))
+    all_well(run_ranks(size, body, QUICK))
 
 
 @pytest.mark.parametrize("nccl", [True, False])
@@ -460,7 +457,7 @@ def test_groups_and_updates_of_an_installed_plan_are_timed_now_and_then() -> Non
 
         def told(*wanted: bool) -> Any:
             for measured in take(*wanted):
-                seen.append(measured.stamps.done_s > measured.stamps.begun_s > 0)
+                seen.append(measured.done_s > measured.begun_s > 0)
                 yield measured
 
         while engine.tuner.phase is not TuningPhase.INSTALLED or len(counts) < 33:

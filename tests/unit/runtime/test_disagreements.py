@@ -63,7 +63,8 @@ def test_a_collective_on_one_rank_alone(odd: int) -> None:
 
 def test_a_collective_of_an_optimizer_on_one_rank_alone() -> None:
     def norm(runtime: Runtime, trainer: Trainer) -> None:
-        runtime.all_reduce(np.zeros(1), "float64", Op.SUM, "clip_grad_norm_()")
+        zero, label = np.zeros(1), "clip_grad_norm_()"
+        runtime.channel.call(lambda b: b.all_reduce(zero, "float64", Op.SUM), label)
 
     for result in ended({1: norm}, size=2):
         assert isinstance(result, DisagreementError), result

@@ -7,8 +7,9 @@ from unittest.mock import Mock
 import pytest
 
 from wfbp.core.plan import Group, Plan
-from wfbp.core.types import Op, Operation, Phase, TensorSpec
+from wfbp.core.types import Operation, Phase, TensorSpec
 from wfbp.runtime import lane as lane_module
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.lane import Lane
 from wfbp.runtime.step import Close, Gather, GroupReady, Step, StepResult
 
@@ -32,7 +33,7 @@ def make_lane(
 ) -> Lane:
     left = iter(buffers)
     monkeypatch.setattr(lane_module, "GroupBuffer", lambda *_: next(left))
-    lane = Lane(Mock(rank=0), memory, Op.AVERAGE, "optimizer")
+    lane = Lane(Mock(rank=0), memory, ReducerOptions("single", 1))
     lane.install(plan, range(len(plan.tensors)))
     return lane
 

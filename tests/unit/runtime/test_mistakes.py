@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,13 +26,6 @@ def alone() -> Iterator[None]:
 def wrap(kind: Any = torch.optim.SGD, *args: Any, **options: Any) -> Any:
     model = torch.nn.Linear(2, 1)
     return wfbp.torch.DistributedOptimizer(kind(model.parameters(), lr=0.1), *args, **options)
-
-
-def test_dear_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bayes_opt", None)
-    with pytest.raises(ImportError, match=r"wfbp\[search\]"):
-        wrap(schedule="dear")
-    wrap(schedule="auto")
 
 
 def test_parameters_without_names() -> None:

@@ -154,17 +154,18 @@ def test_rows_are_exchanged() -> None:
         assert found == arrays[:, 2 * rank : 2 * rank + 2].reshape(6, 2).tolist()
 
 
-def test_ordered_operations_match_whatever_they_are() -> None:
+def test_operations_of_a_sequence_match_whatever_they_are() -> None:
     """And compare their names; the next ones match again."""
 
     def body(runtime: Runtime) -> float:
         operations = Collectives(runtime)
 
         def act(kind: Kind, name: str, **details: Any) -> float:
-            request = Request(kind, name, "float32", (3,), **details)
+            called = f"{kind.value} {name!r}" if name else ""
+            request = Request(kind, "", "float32", (3,), called=called, **details)
             data = np.ones(3, np.float32)
             operation = NamedOperation(
-                request, 0, data, lambda outcome: float(outcome.data[0]), ordered=True
+                request, 0, data, lambda outcome: float(outcome.data[0]), sequence="jax"
             )
             return float(operations.run([operation])[0])
 

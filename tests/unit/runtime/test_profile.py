@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.measuring import StepTimes, StepTimestamps, to_seconds
+from wfbp.runtime.measuring import StepTimes
+from wfbp.runtime.step import GroupTime
 from wfbp.runtime.tuning.profile import Profile, combine
 
 
@@ -34,7 +35,13 @@ def profile(
 def test_times_count_from_the_beginning_and_are_medians() -> None:
     steps = [
         StepTimes(
-            begun, [begun + a, 0.0], [begun + f, 0.0], begun + 2.0, begun + 9.0, begun + 10.0, p
+            begun,
+            [begun + a, 0.0],
+            [begun + f, 0.0],
+            begun + 2.0,
+            begun + 9.0,
+            begun + 10.0,
+            [GroupTime(0, begun + 8.0, begun + 8.0 + p, begun + 9.0)],
         )
         for begun, a, f, p in [
             (100.0, 5.0, 0.5, 0.1),
@@ -53,19 +60,19 @@ def test_times_count_from_the_beginning_and_are_medians() -> None:
 def test_waits_for_gathers_are_left_out() -> None:
     """Nothing is gathered behind forward's beginning while compute is measured."""
     undisturbed = StepTimes(100.0, [105.0, 0.0], [101.0, 0.0], 102.0, 109.0, 110.0)
-    waiting = StepTimes(100.0, [108.0, 0.0], [104.0, 0.0], 105.0, 112.0, 113.0, waited_s=3.0)
+    waiting = StepTimes(
+        100.0, [108.0, 0.0], [104.0, 0.0], 105.0, 112.0, 113.0, waits=[(100.0, 103.0)]
+    )
     assert Profile.of([waiting]) == Profile.of([undisturbed])
-    absent = StepTimes(100.0, [0.0, 0.0], [0.0, 0.0], 0.0, 112.0, 113.0, waited_s=3.0)
+    absent = StepTimes(100.0, [0.0, 0.0], [0.0, 0.0], 0.0, 112.0, 113.0, waits=[(100.0, 103.0)])
     assert Profile.of([undisturbed, absent, absent]).ready_s == [9.0, -1.0]
 
 
 def test_what_was_over_before_the_step_began_is_no_part_of_it() -> None:
     """The program has forgotten gradients since."""
-    span = (108.0, 113.0)
-    marks = StepTimestamps(
-        110.0, [112.0], [0.0], 0.0, 114.0, 115.0, [(90.0, 95.0)], [(100.0, 109.0), span], [], []
-    )
-    stamps = to_seconds(marks, float).stamps
+    updates, waits = [(90.0, 95.0)], [(100.0, 109.0), (108.0, 113.0)]
+    marks = StepTimes(110.0, [112.0], [0.0], 0.0, 114.0, 115.0, updates=updates, waits=waits)
+    stamps = marks.to_seconds(float)
     assert stamps.update_s == 0.0
     assert stamps.waited_s == 3.0
     assert Profile.of([stamps]).ready_s == [0.0], "never negative, which is absent"

@@ -34,7 +34,7 @@ from wfbp.runtime.uncaught import describe_error
 def test_collectives_of_several_ranks() -> None:
     def body(runtime: Runtime) -> list[bytes]:
         buffer = np.full(3, runtime.rank, np.float32)
-        runtime.all_reduce(buffer, "float32", Op.SUM, "sum")
+        runtime.channel.call(lambda b: b.all_reduce(buffer, "float32", Op.SUM), "sum")
         assert buffer.tolist() == [3.0] * 3
         return runtime.channel.exchange(bytes([runtime.rank]), "names")
 

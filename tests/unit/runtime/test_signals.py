@@ -55,7 +55,7 @@ def test_handlers_run_at_the_end(handler: Handler) -> None:
 def test_all_handlers_run_and_are_put_back_where_one_raises(handler: Handler) -> None:
     handler.raises = True
 
-    @signals.deferring
+    @signals.deferred
     def operation() -> None:
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR2)
@@ -105,7 +105,7 @@ def test_an_insistent_interrupt_is_served_on_the_spot(monkeypatch: Any) -> None:
     monkeypatch.setattr(signals.time, "monotonic", lambda: now)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    @signals.deferring
+    @signals.deferred
     def operation() -> None:
         nonlocal now
         signal.raise_signal(signal.SIGINT)

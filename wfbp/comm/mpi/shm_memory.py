@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wfbp.comm.arrays import Buffer
+from wfbp.core.ranks import name_values
 from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
@@ -261,14 +262,8 @@ class SharedMemory:
             os.close(made)  # what is mapped stays
         if len(maps) == comm.size and not any(map(any, answers)):
             return cls(comm.rank, maps, numbers or range(comm.size))
-        reasons: dict[str, list[str]] = {}
-        for rank, (unwanted, problem) in enumerate(answers):
-            if reason := unwanted + problem:
-                reasons.setdefault(reason, []).append(str(rank))
-        by_reason = "; ".join(
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {reason}"
-            for reason, ranks in reasons.items()
-        )
+        reasons = {rank: "".join(answer) for rank, answer in enumerate(answers) if any(answer)}
+        by_reason = name_values(reasons)
         excused = any(unwanted for unwanted, _ in answers)
         log.log(
             logging.WARNING if comm.rank == 0 and not excused else logging.INFO,

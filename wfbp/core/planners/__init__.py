@@ -24,7 +24,7 @@ from wfbp.core.planners.baselines import (
     single,
     threshold,
 )
-from wfbp.core.planners.dear import ThresholdSearch, dear
+from wfbp.core.planners.dear import dear
 from wfbp.core.planners.exact import independent, oasr
 from wfbp.core.planners.hybrid import hybrid
 from wfbp.core.trace import Trace
@@ -43,7 +43,7 @@ class PlannerEntry:
         takes_threshold: it has the option ``threshold_bytes``.
         slow: its time is quadratic in the tensors, so the runtime merges tensors of large models.
         baseline: it exists for comparison, and ``auto`` does not try it.
-        search: makes a search for the best ``threshold_bytes`` by measured iterations.
+        searches: the runtime tries several thresholds around ``threshold_bytes``.
     """
 
     planner: Callable[..., Plan]
@@ -52,7 +52,7 @@ class PlannerEntry:
     takes_threshold: bool = False
     slow: bool = False
     baseline: bool = False
-    search: Callable[[int], ThresholdSearch] | None = None
+    searches: bool = False
 
 
 _ALL_BUT_HYBRID = {
@@ -66,9 +66,7 @@ _ALL_BUT_HYBRID = {
         parameter_server_layerwise, decouples=True, measures=False, baseline=True
     ),
     "ipart": PlannerEntry(ipart, decouples=True, slow=True),
-    "dear": PlannerEntry(
-        dear, decouples=True, measures=False, takes_threshold=True, search=ThresholdSearch
-    ),
+    "dear": PlannerEntry(dear, decouples=True, measures=False, takes_threshold=True, searches=True),
     "independent": PlannerEntry(independent, decouples=True, slow=True),
 }
 _RIVALS = [entry.planner for entry in _ALL_BUT_HYBRID.values()]
@@ -94,16 +92,11 @@ SCHEDULES = (AUTO, *PLANNERS)
 
 
 def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
-    """Raise unless the schedule exists and the caller, named ``user``, can use it.
-
-    ``ValueError``: it is unknown, or decouples although the caller needs whole gradients.
-    ``ImportError``: its extra is not installed.
-    """
+    """Raise ``ValueError`` for an unknown schedule, or one that decouples gradients although
+    ``user`` needs whole ones."""
     known = SCHEDULES if decouples else (AUTO, *ALL_REDUCE_SCHEDULES)
     needs_whole = f": {user or 'the caller'} needs whole gradients"
     one_of("schedule", schedule, known, needs_whole if schedule in DECOUPLED_SCHEDULES else "")
-    if schedule != AUTO and (search := PLANNERS[schedule].search):
-        search(1)  # a missing library is an error now and not in the middle of training
 
 
 def plan(schedule: str, trace: Trace, costs: Costs, **options: Any) -> Plan:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wfbp.runtime.collectives.api import current, runtime_of
-from wfbp.runtime.collectives.process_sets import global_process_set
+from wfbp.runtime import process
 from wfbp.runtime.timeline import TraceWriter
 
 
@@ -23,15 +22,14 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    collectives = current("start_timeline()")
-    path, rank = Path(file_path), collectives.rank
+    runtime = process.current("start_timeline()")
+    path, rank = Path(file_path), runtime.rank
     if rank:
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-    collectives.record(None)
-    warn = runtime_of(global_process_set, "start_timeline()").warn_once
-    collectives.record(TraceWriter(path, rank, warn=warn))
+    runtime.record(None)
+    runtime.record(TraceWriter(path, rank, warn=runtime.warn_once))
 
 
 def stop_timeline() -> None:
     """Write what is left of the timeline, and record no more."""
-    current("stop_timeline()").record(None)
+    process.current("stop_timeline()").record(None)

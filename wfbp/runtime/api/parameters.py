@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from wfbp.comm.arrays import Buffer
-from wfbp.errors import DisagreementError
 from wfbp.runtime import process, signals
 from wfbp.runtime.consistency import (
     check_argument_errors,
     check_root,
+    check_specs,
     check_writable,
-    describe_array,
     dtype_key,
+    encode_arrays,
     flattened,
     in_native_order,
     sharing_argument_errors,
@@ -27,7 +25,7 @@ from wfbp.runtime.runtime import Runtime
 MANY = "broadcast_parameters"
 
 
-@signals.deferring
+@signals.deferred
 def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
     """Copy the root's arrays to every rank, in place; see ``broadcast_parameters``."""
     runtime = process.current("broadcast_parameters()")
@@ -45,7 +43,7 @@ def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
             np.copyto(array, copy)
 
 
-@signals.deferring
+@signals.deferred
 def broadcast_buffers(
     runtime: Runtime,
     rows: Sequence[tuple[str, str, Sequence[int]]],
@@ -68,20 +66,11 @@ def compare_many(
     if runtime.size == 1:
         runtime.check()
         return
-    described = [[name, dtype, list(shape)] for name, dtype, shape in rows]
-    message = json.dumps([root_rank, described])
-    payloads = runtime.channel.exchange_if_different(message.encode(), MANY)
-    entries = [json.loads(payload) for payload in payloads]
-    check_argument_errors(runtime, MANY, entries)
-    for rank, theirs in enumerate(entries):
-        for first, other in zip_longest(
-            _entries(entries[0]), _entries(theirs), fillvalue="no more"
-        ):
-            if other != first:
-                raise DisagreementError(
-                    f"{runtime.where}: {MANY}: ranks disagree: {first} on rank 0, {other} on rank "
-                    f"{rank}. Every rank must pass the same names, shapes and types"
-                )
+    arrays = ((name, shape, dtype) for name, dtype, shape in rows)
+    message = encode_arrays(arrays, {"root_rank": root_rank})
+    payloads = runtime.channel.exchange_if_different(message, MANY)
+    check_argument_errors(runtime, MANY, payloads)
+    check_specs(f"{runtime.where}: {MANY}", payloads)
 
 
 def broadcast_one(runtime: Runtime, name: str, buffer: Buffer, root_rank: int) -> None:
@@ -89,10 +78,3 @@ def broadcast_one(runtime: Runtime, name: str, buffer: Buffer, root_rank: int) -
     runtime.channel.call(
         lambda backend: backend.broadcast(buffer, root_rank), f"broadcast of {name}"
     )
-
-
-def _entries(message: Sequence[Any]) -> list[str]:
-    """One rank's arguments of a broadcast of many, for messages."""
-    root_rank, rows = message
-    entries = [f"{name} {describe_array(dtype, shape)}" for name, dtype, shape in rows]
-    return [f"root_rank={root_rank}", *entries]

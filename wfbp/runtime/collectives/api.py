@@ -64,9 +64,7 @@ def init(
     try:
         for process_set in sets:
             add_process_set(process_set)
-    except BaseException as error:
-        if isinstance(error, TypeError | ValueError):
-            process.compare_problem(error)
+    except BaseException:
         process.shutdown()
         raise
 
@@ -94,10 +92,9 @@ def runtime_of(process_set: ProcessSet, call: str) -> Runtime:
 
 def current(call: str) -> Collectives:
     """The named operations of this process; ``NotInitializedError``, with the call, if none."""
-    runtime = process.current(call)
-    if runtime.collectives is None:
-        runtime.collectives = Collectives(runtime)
-    return runtime.collectives
+    operations = process.current(call).collectives
+    assert operations is not None, "init() makes them"
+    return operations
 
 
 def poll(handle: int) -> bool:

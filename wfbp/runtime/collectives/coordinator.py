@@ -11,9 +11,9 @@ import enum
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from wfbp.core.ranks import name_ranks, name_values
 from wfbp.core.types import Op
 
-_MAX_SHOWN = 4
 _CHANGED_BY_ZEROS = {Op.MIN.value, Op.MAX.value, Op.PRODUCT.value}
 """Reductions that zeros of absent ranks would change."""
 
@@ -107,7 +107,7 @@ def _respond(requests: Mapping[int, Request], joined: list[int]) -> Response:
     )
     if not error and joined and not replaceable:
         error = (
-            f"{first.label}: {_ranks(joined)} called join(), which replaces a rank only in "
+            f"{first.label}: {name_ranks(joined)} called join(), which replaces a rank only in "
             "sums, averages and barriers. Call join() on every rank before this"
         )
     if error:
@@ -145,21 +145,11 @@ def _difference(requests: Mapping[int, Request]) -> str:
     if all(values == first for values in compared.values()):
         return ""
     for what in first:
-        holders: dict[Any, list[int]] = {}
-        for rank, values in compared.items():
-            holders.setdefault(values.get(what), []).append(rank)
-        if len(holders) > 1:
+        by_rank = {rank: values.get(what) for rank, values in compared.items()}
+        if len(set(by_rank.values())) > 1:
             break
-    shown = [f"{_ranks(ranks)}: {value}" for value, ranks in holders.items()]
-    more = f"; and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
     label = next(iter(requests.values())).label
     return (
-        f"{label}: ranks disagree on {what}: {'; '.join(shown[:_MAX_SHOWN])}{more}. Operations of "
-        "one name must be equal on every rank; those without a name match by their order"
+        f"{label}: ranks disagree on {what}: {name_values(by_rank)}. Operations of one name must "
+        "be equal on every rank; those without a name match by their order"
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))
-    more = f" and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"

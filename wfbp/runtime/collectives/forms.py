@@ -54,8 +54,20 @@ OP = ("op", Op.AVERAGE, "Op")
 ROOT = ("root_rank", inspect.Parameter.empty, "int")
 SPLITS = ("splits", None, "T | Sequence[int] | None")
 
-Parameters = Mapping[Kind, tuple[tuple[str, Any, str], ...]]
-"""Of each operation: name, default and type of each parameter after the tensor."""
+Parameters = tuple[tuple[str, Any, str], ...]
+"""Name, default and type of each parameter after the tensor."""
+
+
+def parameters(form: Form, further: Parameters = ()) -> Parameters:
+    """The parameters of a function, in Horovod's order; ``further`` ones come after the name."""
+    if form.kind is Kind.ALLREDUCE:
+        return (NAME, *further, OP, *FACTORS, PROCESS_SET)
+    if form.kind is Kind.REDUCESCATTER:
+        return (NAME, *further, OP, PROCESS_SET, *FACTORS)
+    if form.kind is Kind.BROADCAST:
+        return (ROOT, NAME, PROCESS_SET)
+    return (SPLITS, NAME, PROCESS_SET) if form.kind is Kind.ALLTOALL else (NAME, PROCESS_SET)
+
 
 _WHAT = {
     Kind.ALLREDUCE: "combine {a} over ranks",
@@ -140,7 +152,7 @@ def _docstring(
 
 def make_functions(
     module: str,
-    parameters: Callable[[Form], tuple[tuple[str, Any, str], ...]],
+    parameters: Callable[[Form], Parameters],
     perform: Callable[..., Any],
     notes: str = "",
     examples: Mapping[str, str] = {},
@@ -157,28 +169,25 @@ def make_functions(
 
 
 def _make_function(
-    form: Form, parameters: tuple[tuple[str, Any, str], ...], perform: Callable[..., Any]
+    form: Form, parameters: Parameters, perform: Callable[..., Any]
 ) -> Callable[..., Any]:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     tensor = ("tensors", "Sequence[T]") if form.grouped else ("tensor", "T")
     listed = [inspect.Parameter(tensor[0], kind, annotation=tensor[1])]
     listed += [inspect.Parameter(n, kind, default=d, annotation=t) for n, d, t in parameters]
-    names = [parameter.name for parameter in listed]
-    defaults = {p.name: p.default for p in listed if p.default is not p.empty}
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > len(names) or not kwargs.keys() <= set(names[len(args) :]):
-            wrong = next((k for k in kwargs if k not in names[len(args) :]), None)
-            problem = f"got an unexpected argument {wrong!r}" if wrong else "got too many arguments"
-            raise TypeError(f"{form.name}() {problem}; its arguments are {', '.join(names)}")
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        missing = [name for name in names if name not in given]
-        if missing:
-            raise TypeError(f"{form.name}() needs {', '.join(missing)}")
-        return perform(form, given.pop(names[0]), **given)
-
-    call.__name__ = call.__qualname__ = form.name
     result = "T" if not form.grouped else "list[T]"
     returns = result if form.waits else f"Handle[{result}]"
-    call.__signature__ = inspect.Signature(listed, return_annotation=returns)  # type: ignore[attr-defined]
+    signature = inspect.Signature(listed, return_annotation=returns)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            names = ", ".join(signature.parameters)
+            raise TypeError(f"{form.name}(): {error}; its arguments are {names}") from None
+        given.apply_defaults()
+        return perform(form, given.arguments.pop(tensor[0]), **given.arguments)
+
+    call.__name__ = call.__qualname__ = form.name
+    call.__signature__ = signature  # type: ignore[attr-defined]
     return call

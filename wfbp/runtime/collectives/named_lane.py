@@ -19,6 +19,7 @@ from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, equal_rows, reducible, scale
 from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
 from wfbp.runtime.progress.loop import Reply
+from wfbp.runtime.progress.occasional_lane import OccasionalLane
 from wfbp.runtime.runtime import Runtime
 
 T = TypeVar("T")
@@ -47,11 +48,11 @@ class Outcome:
 class NamedOperation(Generic[T]):
     """An operation that this rank's program has submitted."""
 
-    request: Request  # without a name it is numbered in the order of submission
+    request: Request
     process_set: int
     data: Buffer  # flat and private; a reduction or broadcast leaves its result here
     finish: Callable[[Outcome], T]  # makes of it what Collectives.synchronize returns
-    ordered: bool = False  # matched by order among such operations; its name is only compared
+    sequence: str = "unnamed"  # without a name it is matched by order among those of this sequence
     reply: Reply[Outcome] = field(default_factory=Reply)
     since: float = field(default_factory=time.monotonic)
 
@@ -60,32 +61,29 @@ Begun = tuple[Work[None], Callable[[], list[Buffer]]]
 """The collective of some operations, and their results once it is over."""
 
 
-class NamedLane:
+class NamedLane(OccasionalLane):
     """Lane for the named operations of one process set, served only while some are pending.
 
     All methods run under the progress lock, except :meth:`note_progress`.
     """
 
     def __init__(self, runtime: Runtime, backend: HostBackend, mailbox: Mailbox) -> None:
+        super().__init__(runtime.thread.loop, runtime.members)
         self.backend: Backend = backend
         self._data = backend
         self._runtime = runtime  # of the set
-        self._loop = runtime.thread.loop
         self._mailbox = mailbox
         self._coordinator = Coordinator(backend.size) if backend.rank == 0 else None
         self._pending: dict[str, NamedOperation[Any]] = {}
         self._outbox: list[Request] = []
         self._running: deque[tuple[Work[None], Callable[[], None]]] = deque()
-        self._served = False
         self._moved_s = 0.0
 
     def submit(self, operation: NamedOperation[Any]) -> None:
         """Begin an operation; its name is not pending."""
         self._pending[operation.request.name] = operation
         self._outbox.append(operation.request)
-        if not self._served:
-            self._served = True
-            self._loop.add_lane(self, self._runtime.members)
+        self._serve(True)
 
     def advance(self) -> bool:
         progressed = self._negotiate()
@@ -98,10 +96,9 @@ class NamedLane:
             progressed = True
         if progressed:
             self._moved_s = time.monotonic()
-        elif self._served and not self.busy:
+        elif not self.busy:
             # No message is of use now: operations need a request from every rank, or its join.
-            self._served = False
-            self._loop.remove_lane(self)
+            self._serve(False)
         return progressed
 
     def note_progress(self) -> None:
@@ -111,9 +108,7 @@ class NamedLane:
     def close(self) -> None:
         """Free the communicators; collective over the set, and no operation may be pending."""
         # Since its last operation there may have been no turn that found nothing to do.
-        if self._served:
-            self._served = False
-            self._loop.remove_lane(self)
+        self._serve(False)
         self._mailbox.close()
         self.backend.close()
 
@@ -126,10 +121,7 @@ class NamedLane:
         # Includes responses not sent yet: other ranks wait for them while this one computes.
         return bool(self._running or self._outbox) or self._mailbox.sending
 
-    has_events = False
-    has_room = False
     polls = True
-    expected_s: float | None = None
 
     @property
     def waiting_since(self) -> float | None:

@@ -24,8 +24,6 @@ from wfbp.runtime.consistency import (
 )
 from wfbp.runtime.progress.stall import Members
 
-_FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
-
 
 class Operand(NamedTuple):
     """One tensor that a program passes to an operation."""
@@ -50,7 +48,7 @@ def make_operation(
     root_rank: int | None = None,
     splits: Any = None,
     called: str = "",
-    ordered: bool = False,
+    sequence: str = "unnamed",
 ) -> NamedOperation[Any]:
     """An operation on one tensor; ``splits``, but of an all-to-all, are the rows of each rank."""
     number = process_set.known_id(f"{kind.value}()")
@@ -88,7 +86,7 @@ def make_operation(
             return received, np.array(outcome.rows, np.int32)
         return received
 
-    return NamedOperation(request, number, operand.data, finish, ordered)
+    return NamedOperation(request, number, operand.data, finish, sequence)
 
 
 def perform(

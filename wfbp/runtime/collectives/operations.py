@@ -6,13 +6,12 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox
+from wfbp.comm.backend import Backend, HostBackend, Mailbox
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.collectives.coordinator import Kind, Request
@@ -20,7 +19,6 @@ from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, NamedOperation
 from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.timeline import TraceWriter
 
 T = TypeVar("T")
 
@@ -61,7 +59,7 @@ class Collectives:
 
     # Process sets.
 
-    @signals.deferring
+    @signals.deferred
     def add_set(self, ranks: Iterable[int], is_split: bool = False) -> int:
         """Make a process set, or if ``is_split`` one per communicator; collective."""
         runtime, call = self._runtime, "add_process_set"
@@ -98,7 +96,7 @@ class Collectives:
                 raise ValueError(f"a process set of ranks {list(chosen)} exists already{hint}")
         return chosen
 
-    @signals.deferring
+    @signals.deferred
     def remove_set(self, number: int) -> None:
         """Remove a process set, and those made together with it; collective over all ranks."""
         self.check_idle(number)
@@ -109,9 +107,7 @@ class Collectives:
             del self.sets[each]
             if process_set.lane is not None:  # an idle lane is not served
                 assert process_set.runtime is not None
-                channel, label = process_set.runtime.channel, "removing a process set"
-                channel.call(partial(_close, process_set.lane), label)
-                process_set.runtime.close()
+                process_set.runtime.close(process_set.lane.close)
 
     def check_idle(self, number: int) -> None:
         """Raise ``ValueError`` if operations of a process set are pending."""
@@ -129,21 +125,20 @@ class Collectives:
         label = "making a process set"
         # To make a communicator blocks this rank until all ranks make it: one at a time.
         with runtime.collective_lock.hold(runtime.channel, label):
-            made = runtime.channel.call(lambda backend: Finished(_connect(backend, ranks)), label)
+            made = runtime.channel.run(lambda backend: _connect(backend, ranks), label)
         lane = inner = None
         if made is not None:
             data, mailbox, own = made
             inner, members = runtime, Members(number, ranks)
             if own is not None:
                 inner = Runtime(own, runtime.config, within=runtime, members=members)
-                inner.timeline = runtime.timeline
             lane = NamedLane(inner, data, mailbox)
         self.sets[number] = _Set(ranks, lane, inner, together)
         return number
 
     # Operations.
 
-    @signals.deferring
+    @signals.deferred
     def submit(
         self,
         operations: Sequence[NamedOperation[Any]],
@@ -190,11 +185,9 @@ class Collectives:
     def _named(self, operation: NamedOperation[Any]) -> Request:
         """The request with the name that ranks match. Called under the lock."""
         request = operation.request
-        if not operation.ordered and (request.name or request.kind is Kind.JOIN):
+        if request.name or request.kind is Kind.JOIN:
             return request
-        if operation.ordered and request.name:
-            request = request._replace(called=f"{request.kind.value} {request.name!r}")
-        sequence = "ordered" if operation.ordered else "unnamed"
+        sequence = operation.sequence
         number = next(self._unnamed.setdefault((operation.process_set, sequence), count()))
         # Ranks that joined have numbered fewer operations than the others.
         epoch = f"{self._num_joins}." if self._num_joins else ""
@@ -212,7 +205,7 @@ class Collectives:
             self._runtime.thread.progress()
         return all(operation.reply.answered for operation in operations)
 
-    @signals.deferring
+    @signals.deferred
     def synchronize(self, handle: int) -> Any:
         """Wait until operations are complete, and return the result; the handle is used up."""
         operations, is_group = self._find(handle)
@@ -264,15 +257,6 @@ class Collectives:
             if process_set.lane is not None:
                 process_set.lane.note_progress()
 
-    def record(self, timeline: TraceWriter | None) -> None:
-        """Close the current timeline, and record in another one, or in none."""
-        before = self._runtime.timeline
-        for process_set in self.sets.values():
-            if process_set.runtime is not None:
-                process_set.runtime.timeline = timeline
-        if before is not None:
-            before.close()
-
     # On the communication thread.
 
     def close(self) -> None:
@@ -280,11 +264,6 @@ class Collectives:
         for process_set in self.sets.values():
             if process_set.lane is not None:
                 process_set.lane.close()
-
-
-def _close(lane: NamedLane, _: Backend) -> Finished[None]:
-    lane.close()
-    return Finished(None)
 
 
 def _connect(

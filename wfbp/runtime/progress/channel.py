@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
-from wfbp.comm.backend import Backend, Work
+from wfbp.comm.backend import Backend, Finished, Work
 from wfbp.errors import DisagreementError
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
@@ -67,6 +67,10 @@ class ControlChannel:
         self._check()
         backend = self._backend
         return self._thread.call(lambda: start(backend), label, backend, self._members)
+
+    def run(self, act: Callable[[Backend], T], label: str) -> T:
+        """Run a function under the progress lock after earlier collectives; returns its result."""
+        return self.call(lambda backend: Finished(act(backend)), label)
 
     def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
         """Every rank's payload, in rank order; ``DisagreementError`` if purposes differ."""

@@ -17,8 +17,10 @@ import numpy as np
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, HostBackend, Work
+from wfbp.core.ranks import name_ranks
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.progress.loop import ProgressLoop, Reply
+from wfbp.runtime.progress.occasional_lane import OccasionalLane
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 
 _PIECE_BYTES = 64 << 20
@@ -71,21 +73,16 @@ class _Question:
     items: Any
 
 
-class Fetches:
+class Fetches(OccasionalLane):
     """Requests of and to one rank: a lane while there are any, under the progress lock."""
 
-    expected_s = None
-    has_room = False
-    has_events = False
-    owes_work = False
     polls = True
 
     def __init__(self, backend: HostBackend, loop: ProgressLoop, where: str) -> None:
+        super().__init__(loop)
         self.backend: Backend = backend
         self._host = backend
-        self._loop = loop
         self._where = where
-        self._served = False
         self._number = 0
         self._stores: dict[str, Store] = {}
         self._dropped: dict[str, int] = {}
@@ -119,7 +116,7 @@ class Fetches:
         self._loop.send_notice({"kind": "fetch", "members": members, **question})
         others = [r for r in members if r != self.backend.rank]
         self._fetches.append(_Fetch(label, reply, {r: self._receive(r, tag) for r in others}))
-        self._serve()
+        self._serve(True)
 
     def advance(self) -> bool:
         """Answer, send and receive; True if anything moved."""
@@ -143,8 +140,7 @@ class Fetches:
                 self._finish(fetch)
         self._loop.num_fetches = len(self._fetches)
         if not (self._fetches or self._questions or self._sends):
-            self._loop.remove_lane(self)
-            self._served = False
+            self._serve(False)
         return progressed
 
     @property
@@ -162,8 +158,7 @@ class Fetches:
         if not self._fetches:
             return "handing over what others ask for" if self._sends else ""
         fetch = self._fetches[0]
-        missing = ", ".join(map(str, fetch.streams))
-        return f"{fetch.label}: waiting for rank{'s' * (len(fetch.streams) > 1)} {missing}"
+        return f"{fetch.label}: waiting for {name_ranks(list(fetch.streams))}"
 
     def fail(self, error: WfbpError) -> None:
         """End all that waits."""
@@ -171,11 +166,6 @@ class Fetches:
         self._questions, self._sends = [], []
         for fetch in fetches:
             fetch.reply.fail(error)
-
-    def _serve(self) -> None:
-        if not self._served:
-            self._served = True
-            self._loop.add_lane(self)
 
     def _hear(self, sender: int, notice: dict[str, Any]) -> None:
         """A notice of another rank."""
@@ -186,7 +176,7 @@ class Fetches:
             self._count_drop(notice["key"], len(members))
         else:
             self._questions.append(_Question(sender, **notice))
-            self._serve()
+            self._serve(True)
 
     def _answer(self, question: _Question) -> bool:
         """Send the requested content; False if it is not published yet."""

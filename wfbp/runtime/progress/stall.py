@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wfbp.config import Config
+from wfbp.core.ranks import name_ranks, name_values
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 
 log = logging.getLogger("wfbp")
@@ -30,7 +31,6 @@ _PAUSE_S = 5.0
 """Longest time between two looks that counts as waiting; the job may have been suspended."""
 _MOST_QUIET_S = 1.5
 """Of the time between two looks, less than the grace: the others have yet to go on."""
-_MAX_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +186,13 @@ class StallWatch:
             return ""
         sentences = []
         if self._answers:
-            known = _describe(self._answers)
+            known = _places(self._answers)
             sentences.append(f"When they were asked, others were here: {known}.")
-        silent = [str(r) for r in range(self._size) if r not in self._answers and r != self._rank]
+        silent = [r for r in range(self._size) if r not in self._answers and r != self._rank]
         if silent:
             sentences.append(
-                f"No answer came from rank{'s' * (len(silent) > 1)} {', '.join(silent)}: stopped, "
-                "killed, or busy without letting other threads run."
+                f"No answer came from {name_ranks(silent)}: stopped, killed, or busy without "
+                "letting other threads run."
             )
         return " ".join(sentences)
 
@@ -226,7 +226,7 @@ class StallWatch:
             return None
         text = (
             "ranks wait for each other in different places: "
-            f"{_describe(dict(enumerate(statuses)))}. Every rank must make the same calls in the "
+            f"{_places(dict(enumerate(statuses)))}. Every rank must make the same calls in the "
             "same order: look for one that only some ranks make, such as under `if rank() == 0`, "
             "or with fewer batches"
         )
@@ -234,11 +234,6 @@ class StallWatch:
         return DisagreementError(f"{self._where}: {text}")
 
 
-def _describe(statuses: Mapping[int, RankStatus]) -> str:
+def _places(statuses: Mapping[int, RankStatus]) -> str:
     """Places of ranks for messages, such as 'ranks 0, 2: SGD; rank 1: in barrier'."""
-    ranks: dict[str, list[str]] = {}
-    for rank, status in sorted(statuses.items()):
-        ranks.setdefault(status.place, []).append(str(rank))
-    parts = [f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {at}" for at, who in ranks.items()]
-    more = [f"and {len(parts) - _MAX_SHOWN} more places"] if len(parts) > _MAX_SHOWN else []
-    return "; ".join(parts[:_MAX_SHOWN] + more)
+    return name_values({rank: status.place for rank, status in statuses.items()})

@@ -21,6 +21,8 @@ _HOPELESS = 2.0
 """Plans predicted longer than the best by this factor are not tried, except the simplest."""
 _MAX_CANDIDATES = 12
 _MAX_FURTHER = 3
+_FURTHER_THRESHOLDS = tuple(2.0**power for power in (-5, -4, -3, -2, -1, 1, 2, 3))
+"""Of a search, as factors of the threshold that it begins with."""
 
 
 def first_plan(schedule: str, specs: Sequence[TensorSpec], threshold_bytes: int) -> Plan:
@@ -43,6 +45,13 @@ def make(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:
         return expanded(planners.plan(name, coarsened(trace, boundaries), costs), trace, boundaries)
     options = {"threshold_bytes": threshold_bytes} if entry.takes_threshold else {}
     return planners.plan(name, trace, costs, **options)
+
+
+def fixed_candidates(schedule: str, trace: Trace, costs: Costs, threshold_bytes: int) -> list[Plan]:
+    """The plan of a schedule, and those of other thresholds if it searches one."""
+    factors = (1.0, *_FURTHER_THRESHOLDS) if PLANNERS[schedule].searches else (1.0,)
+    thresholds = [max(1, round(threshold_bytes * factor)) for factor in factors]
+    return distinct(make(schedule, trace, costs, threshold) for threshold in thresholds)
 
 
 def auto_candidates(

@@ -17,11 +17,11 @@ from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
-from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO, PLANNERS, check_schedule
-from wfbp.core.planners.dear import ThresholdSearch
+from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO
 from wfbp.core.timeline import IterationForecast, iteration_s, timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.measuring import Visit
 from wfbp.runtime.tuning.candidates import (
     auto_candidates,
@@ -29,9 +29,9 @@ from wfbp.runtime.tuning.candidates import (
     distinct,
     encode,
     first_plan,
+    fixed_candidates,
     further_candidates,
     held,
-    make,
     reordered,
     with_packing,
 )
@@ -48,8 +48,6 @@ _DRIFT_WINDOWS = 5
 """So many windows in a row that differ from the first one are a drift."""
 _TRIAL_STEPS = 30
 """A trial takes at most so many times ``trial_steps``."""
-_NUM_SEARCHED = 10
-"""Thresholds that a search tries."""
 
 
 class Tuner:
@@ -65,27 +63,18 @@ class Tuner:
     def __init__(
         self,
         config: Config,
-        schedule: str,
-        threshold_bytes: int,
+        options: ReducerOptions,
         specs: Sequence[TensorSpec],  # in forward order as far as known
-        decouples: bool = False,  # whether the caller can use decoupling schedules
-        num_updaters: int = 1,  # ranks that share the update of a decoupled tensor
+        num_ranks: int = 1,
         *,
         is_logger: bool = False,  # one rank is
-        name: str = "optimizer",
-        wire_dtype: str = "",  # the type that wider gradients are reduced in
-        gathers_gradients: bool = False,  # all-gathers carry gradients, in that type too
     ) -> None:
-        check_schedule(schedule, decouples)
         self._config = config
-        self._schedule = schedule
-        self._threshold_bytes = threshold_bytes
+        self._options = options
         self._is_logger = is_logger
-        self._name = name
-        self._wire_dtype = wire_dtype
-        self._gathers_gradients = gathers_gradients
-        self._decouples = decouples and schedule not in ALL_REDUCE_SCHEDULES
-        self._spared = 1.0 - 1.0 / num_updaters
+        self._decouples = options.decouples and options.schedule not in ALL_REDUCE_SCHEDULES
+        # The part of a decoupled tensor's update that other ranks do.
+        self._spared = 1.0 - 1.0 / num_ranks if options.sharded_update else 0.0
         self._update_s = 0.0
         self._compressed = 1.0  # part of the planned bytes that travels when they are reduced
         self._kappa = 0.0  # as the last trial showed it
@@ -106,7 +95,7 @@ class Tuner:
         self.costs: Costs | None = None
         self._incumbent: Plan | None = None  # the plan that was installed before a drift
         self._trial_s: dict[str, float] = {}  # of each plan in the latest trial, by digest
-        plan = first_plan(self._schedule, specs, self._threshold_bytes)
+        plan = first_plan(self._options.schedule, specs, self._options.threshold_bytes)
         self._enter(TuningPhase.WARM_UP, plan, 0, self._config.warmup_steps)
 
     def _enter(
@@ -131,7 +120,7 @@ class Tuner:
         elif self.phase is TuningPhase.PROFILE:
             self.round_due = True
         elif self.phase is TuningPhase.TRIAL:
-            self._times_s.append([s.done_s - s.begun_s for s in self.visit.steps])
+            self._times_s.append([s.length_s for s in self.visit.steps])
             if len(self._times_s) < len(self._round):
                 plan = self._round[len(self._times_s)]
                 self._enter(TuningPhase.TRIAL, plan, self._steps_per_round)
@@ -143,7 +132,7 @@ class Tuner:
     def _watch(self) -> None:
         """The drift rule: several windows in a row differ from the first one."""
         self.visit.left = _WINDOW_STEPS
-        window_s = median(s.done_s - s.begun_s for s in self.visit.steps)
+        window_s = median(s.length_s for s in self.visit.steps)
         self._usual_s = self._usual_s or window_s
         change = abs(window_s - self._usual_s) / self._usual_s
         drifts = 0 < self._config.replan_threshold < change
@@ -200,7 +189,7 @@ class Tuner:
         update_s = max(p.update_s for p in profiles)
         self._update_s = update_s / (1.0 - self._spared * self.plan.decoupled_part)
         trace = replace(trace, other_s=trace.other_s + self._update_s - update_s)
-        if self._decouples and self._gathers_gradients:
+        if self._decouples and self._compresses_gathers:
             trace = trace.updated_when_read(update_s)
         self.trace = trace
         nbytes = max(1, self.plan.total_bytes)
@@ -213,7 +202,7 @@ class Tuner:
             trace.other_s * 1e3,
         )
         self._compressed = self.wire_bytes / nbytes or 1.0
-        costs = measure().compressed(self._compressed, self._gathers_gradients)
+        costs = measure().compressed(self._compressed, self._compresses_gathers)
         costs = with_packing(costs, max(p.packing_s for p in profiles) / nbytes)
         self.costs = replace(costs, kappa=self._kappa)
         self._run_round(share(self._first_round))
@@ -221,19 +210,14 @@ class Tuner:
     def _first_round(self) -> dict[str, Any]:
         """The plans to run after the profile; on rank 0."""
         trace, costs = self._measured
-        entry = PLANNERS.get(self._schedule)
-        self._search: ThresholdSearch | None = None
-        if entry is None:
-            plans = auto_candidates(trace, costs, self._threshold_bytes, self._decouples)
+        schedule, threshold_bytes = self._options.schedule, self._options.threshold_bytes
+        if schedule == AUTO:
+            plans = auto_candidates(trace, costs, threshold_bytes, self._decouples)
             if self._incumbent and set(self._incumbent.tensors) == set(trace.specs):
                 plans = distinct([reordered(self._incumbent, trace), *plans])
-        elif entry.search is not None:
-            self._search = entry.search(self._threshold_bytes)
-            self._num_searched = 1
-            plans = [make(self._schedule, trace, costs, self._search.ask())]
         else:
-            plans = [make(self._schedule, trace, costs, self._threshold_bytes)]
-        is_trial = len(plans) > 1 or self._search is not None
+            plans = fixed_candidates(schedule, trace, costs, threshold_bytes)
+        is_trial = len(plans) > 1
         if is_trial:
             max_steps = _TRIAL_STEPS * self._config.trial_steps
             self._trial = Trial(plans, self._steps_per_round, max_steps)
@@ -262,9 +246,7 @@ class Tuner:
             for plan in trial.plans
         }
         newcomers: list[Plan] = []
-        if self._search is not None:
-            newcomers = [self._searched(self._search, trial)]
-        elif trial.num_rounds == 1 and self._schedule == AUTO:
+        if trial.num_rounds == 1 and self._options.schedule == AUTO:
             newcomers = further_candidates(tried, trace, costs, self._decouples)
         goes_on = trial.narrow(forecasts_s, newcomers)
         return {
@@ -273,17 +255,6 @@ class Tuner:
             "kappa": costs.kappa,
             "measured_s": measured_s,
         }
-
-    def _searched(self, search: ThresholdSearch, trial: Trial) -> Plan:
-        """The plan of the next threshold to try; an already tried one when the search is over."""
-        trace, costs = self._measured
-        measured_s = trial.measured_s
-        plan = trial.tried[-1]
-        while self._num_searched < _NUM_SEARCHED and plan.digest in measured_s:
-            search.tell(measured_s[plan.digest])
-            self._num_searched += 1
-            plan = make(self._schedule, trace, costs, search.ask())
-        return plan
 
     def _run_round(self, answer: dict[str, Any]) -> None:
         """Run the plans that rank 0 chose for a round, or install the final one."""
@@ -334,16 +305,21 @@ class Tuner:
         return tuple(Operation) if self._decouples else (Operation.ALL_REDUCE,)
 
     @property
+    def _compresses_gathers(self) -> bool:
+        """Whether all-gathers carry gradients, in the type in which they are reduced."""
+        return not self._options.sharded_update
+
+    @property
     def wire_bytes(self) -> int:
         """Bytes of all gradients as they are reduced."""
-        return sum(spec.wire_bytes(self._wire_dtype) for spec in self.plan.tensors)
+        return sum(spec.wire_bytes(self._options.wire_dtype) for spec in self.plan.tensors)
 
     @property
     def message_costs(self) -> Costs | None:
         """The costs by bytes of messages, which compression makes smaller than planned."""
         if self.costs is None:
             return None
-        return self.costs.compressed(1.0 / self._compressed, self._gathers_gradients)
+        return self.costs.compressed(1.0 / self._compressed, self._compresses_gathers)
 
     @property
     def predicted(self) -> IterationForecast | None:
@@ -358,7 +334,7 @@ class Tuner:
     def measured_s(self) -> float | None:
         """Median iteration time of the plan: recently, in its trial, or in its first, cold step."""
         if steps := self.visit.steps:
-            return median(s.done_s - s.begun_s for s in steps)
+            return median(s.length_s for s in steps)
         return self._trial_s.get(self.plan.digest, self.visit.cold_s)
 
     @property
@@ -366,8 +342,8 @@ class Tuner:
         """Median time that training waited for communication."""
         if not (steps := self.visit.steps):
             return None
-        return median(s.done_s - s.closed_s + s.waited_s for s in steps)
+        return median(s.exposed_s for s in steps)
 
     def _log(self, message: str, *values: object) -> None:
         if self._is_logger:
-            log.info(f"%s: {message}", self._name, *values)
+            log.info(f"%s: {message}", self._options.name, *values)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 
+from wfbp.core.ranks import name_values
+
 _ANSWER_S, _TURN_S = 1.0, 0.5
 """How long ranks wait for each other's places, and then for the ranks before them to judge."""
 
@@ -30,13 +32,8 @@ class Inquiry:
 
     def verdict(self, group: str) -> str:
         """What happened, where every rank is, and what to do."""
-        ranks: dict[str, list[str]] = {}
-        for rank in range(self._size):
-            place = self.places.get(rank, "does not answer: stopped, killed, or busy")
-            ranks.setdefault(place, []).append(str(rank))
-        places = "; ".join(
-            f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {place}" for place, who in ranks.items()
-        )
+        silent = "does not answer: stopped, killed, or busy"
+        places = name_values({rank: self.places.get(rank, silent) for rank in range(self._size)})
         what = f"operation {self.number} of {group}"
         if self.overdue_s:
             return (

@@ -19,6 +19,7 @@ import numpy as np
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
+from wfbp.runtime.progress.occasional_lane import OccasionalLane
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.inquiry import Inquiry
@@ -34,23 +35,16 @@ _LOOK_S = 0.02
 _LEFT_GRACE_S = 2.0
 
 
-class GroupLane:
+class GroupLane(OccasionalLane):
     """The collectives and messages of one group, under the progress lock."""
 
-    has_events = False
-    has_room = False
-    owes_work = False
-    expected_s: float | None = None
-
     def __init__(self, runtime: Runtime, exchange: Exchange, name: str, check_all: bool) -> None:
+        super().__init__(runtime.thread.loop, Members(-1, tuple(sorted(exchange.ranks))))
         self.backend: Backend = exchange.backend
         self.error: WfbpError | None = None
         self.messages = Messages(exchange.mailbox)
         self.polls = False  # messages are under way, or ranks exchange places
         self._runtime, self._exchange, self._name = runtime, exchange, name
-        self._loop = runtime.thread.loop
-        self._members = Members(-1, tuple(sorted(exchange.ranks)))
-        self._served = False
         self._check_all = check_all
         # Collectives: not begun, compared, and under way.
         self._queue: deque[GroupOperation] = deque()
@@ -148,13 +142,6 @@ class GroupLane:
         self._exchange.abandon()
         for operation in pending:
             operation.work.complete(error)
-
-    def _serve(self, wanted: bool) -> None:
-        if wanted and not self._served:
-            self._loop.add_lane(self, self._members)
-        elif self._served and not wanted:
-            self._loop.remove_lane(self)
-        self._served = wanted
 
     def _pending(self) -> list[GroupOperation]:
         """Collectives, the oldest first."""

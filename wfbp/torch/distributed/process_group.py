@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import BackendConfig, _world
 
 from wfbp.comm.backend import Finished, Work
 from wfbp.comm.mpi.exchange import Exchange
+from wfbp.core.ranks import name_ranks
 from wfbp.errors import PeerError, StallError
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.compiling import uncompiled_methods
@@ -268,17 +269,17 @@ class ProcessGroup(dist.ProcessGroup):
             return
         peers = range(1, self.size())
         arrivals = [self._message("recv", nothing, peer, arrived, limit) for peer in peers]
-        missing: list[str] = []
+        missing: list[int] = []
         for peer, arrival in zip(peers, arrivals, strict=True):
             try:
                 arrival.wait()
             except (StallError, PeerError):
-                missing.append(str(peer))
+                missing.append(peer)
                 if not wait_all_ranks:
                     break
         if missing:
             raise StallError(
-                f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} failed to pass "
+                f"{name_ranks(missing).capitalize()} failed to pass "
                 f"monitoredBarrier in {limit_ms} ms; every rank of the group must call it"
             )
         for peer in peers:

@@ -304,17 +304,17 @@ def parameters() -> None:
         return other if odd() else usual
 
     three, four = np.zeros(3), np.zeros(4)
-    told = f"a float64(3,) on rank 0, a float64(4,) on {last()}"
+    told = f"a float64(3,) on rank 0 is a float64(4,) on {last()}"
     raises(DisagreementError, told, act=lambda: act({"a": mine(three, four)}))
     raises(DisagreementError, "b float64(3,)", last(), act=lambda: act({mine("a", "b"): three}))
     raises(
         DisagreementError,
-        f"no more on rank 0, b float64(4,) on {last()}",
+        f"b float64(4,) of {last()} is missing on rank 0",
         act=lambda: act(mine({"a": three}, {"a": three, "b": four})),
     )
     raises(
         DisagreementError,
-        "root_rank=0 on rank 0",
+        "root_rank is 0 on rank 0",
         last(),
         act=lambda: act({"a": three}, mine(0, 1)),
     )

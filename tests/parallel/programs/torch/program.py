@@ -20,7 +20,6 @@ from tests.parallel.programs.torch import (
     training_in_sets,
     uneven_data,
 )
-from wfbp.runtime.tuning import tuner
 
 check = Checks(
     adapter.check,
@@ -37,5 +36,4 @@ check = Checks(
 )
 
 if __name__ == "__main__":
-    tuner._NUM_SEARCHED = 3  # of dear: a search takes longer than all the rest
     check.main()

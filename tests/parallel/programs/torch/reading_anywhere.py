@@ -199,7 +199,7 @@ def by_other_threads(schedule: str, update: str) -> list[str]:
 
 
 def main() -> None:
-    tuner.make = mixed  # hybrids decouple every other tensor, whatever that costs
+    tuner.fixed_candidates = mixed  # hybrids decouple every other tensor, whatever that costs
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     config = Config(
