@@ -274,9 +274,8 @@ class MpiBackend(HostBackend):
             staging = self._staging if set(ranks) <= set(here) else None
             places = [here.index(rank) for rank in ranks] if staging else []
             shared = connect_shared(staging, made._channel, places) if made.size > 1 else None
-            mailbox = PointToPoint(self._mpi, self._own(made._comm))
         chunk_bytes = made._topology.chunking.chunk_bytes
-        return Exchange(made, made._channel, mailbox, shared, chunk_bytes, ranks)
+        return Exchange(made, made._channel, shared, chunk_bytes, ranks)
 
     def mailbox(self) -> Mailbox:
         with translating(self._mpi, self._who, "no mailbox could be made"):

@@ -27,7 +27,6 @@ from wfbp.core.types import Op
 
 if TYPE_CHECKING:
     from wfbp.comm.mpi.backend import MpiBackend
-    from wfbp.comm.mpi.messages import PointToPoint
 
 STAGED = Chunking(chunk_bytes=2 << 20, window_bytes=8 << 20)
 """Chunks that stay in a core's cache; several, because a rank may wait for its core."""
@@ -323,16 +322,15 @@ class Exchange:
         self,
         backend: MpiBackend,
         channel: Channel,
-        mailbox: PointToPoint,
         shared: _Shared | None,
         chunk_bytes: int,
         ranks: Sequence[int],
     ) -> None:
-        self.backend, self.mailbox, self.ranks = backend, mailbox, tuple(ranks)
+        self.backend, self.channel, self.ranks = backend, channel, tuple(ranks)
         self.rank, self.size = backend.rank, backend.size
         self.checks = shared is not None
         """Whether ranks compare the fingerprints of all operations."""
-        self._channel, self._shared, self._chunk_bytes = channel, shared, chunk_bytes
+        self._shared, self._chunk_bytes = shared, chunk_bytes
         if shared is not None:
             self._chunk_bytes = STAGED.chunk_bytes
             channel.window = STAGED
@@ -340,7 +338,7 @@ class Exchange:
     @property
     def position(self) -> int:
         """How many tasks have been made; equal on all ranks of a group without work under way."""
-        return self._channel.position + (self._shared.flags.position if self._shared else 0)
+        return self.channel.position + (self._shared.flags.position if self._shared else 0)
 
     def _num_chunks(self, nbytes: int) -> int:
         """Chunks for a collective whose largest part has this size."""
@@ -374,7 +372,7 @@ class Exchange:
             if self._shared is not None:
                 tasks.append(_MoveTask(self._shared, fingerprint, sent, received))
             else:
-                tasks.append(_MessageTask(self._channel, sent, received))
+                tasks.append(_MessageTask(self.channel, sent, received))
         return self._submit(tasks)
 
     def reduce_scatter(
@@ -429,14 +427,14 @@ class Exchange:
 
     def abandon(self) -> None:
         """Forget everything under way; its memory is never reused."""
-        for task in self._channel.abandon():
+        for task in self.channel.abandon():
             if isinstance(task, _StagedTask):
                 task.abandon()
             # MPI may still write to the memory of messages.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
     def _submit(self, tasks: Sequence[Task]) -> MpiWork[None]:
-        work: MpiWork[Any] = self._channel.submit(sum(task.nbytes for task in tasks), tasks)
+        work: MpiWork[Any] = self.channel.submit(sum(task.nbytes for task in tasks), tasks)
         return work
 
 

@@ -59,9 +59,8 @@ class Groups:
         self._world = 0
         self._made: Counter[tuple[int, ...]] = Counter()
         self._open: dict[str, ProcessGroup] = {}
-        # Of groups that were destroyed, by their ranks: communicators, and how far they came.
-        self._idle: defaultdict[tuple[int, ...], dict[str, tuple[Exchange, int]]]
-        self._idle = defaultdict(dict)
+        # Communicators of groups that were destroyed, by their ranks.
+        self._idle: defaultdict[tuple[int, ...], dict[str, Exchange]] = defaultdict(dict)
         # What the members of a group that is being made have told.
         self._arrived: defaultdict[str, dict[int, Positions]] = defaultdict(dict)
         self._loop.handle_notices(_ARRIVAL, self._hear_arrival)
@@ -110,7 +109,7 @@ class Groups:
 
     def _exchange(self, key: str, ranks: tuple[int, ...], timeout: timedelta) -> Exchange:
         """The communicators of a group, once all of its ranks want it."""
-        idle = {old: position for old, (_, position) in self._idle[ranks].items()}
+        idle = {old: exchange.position for old, exchange in self._idle[ranks].items()}
         deadline_s = time.monotonic() + timeout.total_seconds()
 
         def begin() -> _Arrival:
@@ -136,7 +135,7 @@ class Groups:
         offers = self.runtime.thread.call(begin, f"making {key}", object())
         if common := set.intersection(*(set(offer.items()) for offer in offers)):
             oldest, _ = min(common)
-            return self._idle[ranks].pop(oldest)[0]
+            return self._idle[ranks].pop(oldest)
         # All ranks are here, so this does not take long; the communication thread goes on.
         return self._backend.among(ranks, zlib.crc32(key.encode()) % _NUM_TAGS)
 
@@ -144,15 +143,15 @@ class Groups:
 
     def _closed(self, group: ProcessGroup) -> None:
         """A group ends on this rank."""
-        if self._open.pop(group.key, None) is not None and group.lane.position >= 0:
-            self._idle[group.exchange.ranks][group.key] = group.exchange, group.lane.position
+        if self._open.pop(group.key, None) is not None and group.lane.is_clean:
+            self._idle[group.exchange.ranks][group.key] = group.exchange
 
     def _hear_arrival(self, sender: int, notice: dict[str, Any]) -> None:
         self._arrived[notice["group"]][sender] = notice["idle"]
 
     def _hear(self, _: int, notice: dict[str, Any]) -> None:
         if (group := self._open.get(notice["group"])) is not None:
-            group.lane.hear(notice["from"], notice)
+            group.lane.hear(notice)
 
 
 class _Arrival(Work[list[Positions]]):

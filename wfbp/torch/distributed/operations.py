@@ -22,30 +22,22 @@ from wfbp.comm.backend import Work
 from wfbp.comm.mpi.exchange import Exchange, Reduction
 from wfbp.torch.distributed import tensors
 from wfbp.torch.distributed.tensors import Memory, sizes
-from wfbp.torch.distributed.work import GroupWork
+from wfbp.torch.distributed.work import Operation
 
 Begin = Callable[[Exchange, int], Work[Any]]
 
 
-@dataclass(eq=False, slots=True)
-class GroupOperation:
-    """A collective of this rank, or a message to or from ``peer`` (None: any rank).
+@dataclass(eq=False, kw_only=True)
+class Collective(Operation):
+    """A collective of this rank; ``begin`` starts it with its fingerprint."""
 
-    ``begin`` starts a collective with a fingerprint; ``finish`` runs once it is complete.
-    """
-
-    text: str
     begin: Begin
-    finish: Callable[[], None]
-    results: Sequence[Tensor]
-    key: str = ""  # equal on all ranks
+    key: str  # equal on all ranks
     sent: Sequence[int] = ()  # elements for each rank, and from each rank, if no other rank
     expected: Sequence[int] = ()  # knows these numbers
-    peer: int | None = None
     since: float = field(default_factory=time.monotonic)
     number: int = 0
     fingerprint: int = 0
-    work: GroupWork = field(init=False)
 
 
 Blocks = list[Buffer | None]
@@ -114,7 +106,7 @@ class Call:
         incoming: Blocks,
         results: Sequence[Tensor],
         is_known: bool = True,
-    ) -> GroupOperation:
+    ) -> Collective:
         """Copy blocks from rank to rank. Of sizes that are not known, each rank knows its own."""
         self._check(outgoing, incoming)
         sent, expected = self._numels(outgoing), self._numels(incoming)
@@ -129,7 +121,7 @@ class Call:
             operation.text = f"{operation.key}, sends {sent}, expects {expected})"
         return operation
 
-    def combine(self, outgoing: Blocks, output: Tensor, is_wanted: bool = True) -> GroupOperation:
+    def combine(self, outgoing: Blocks, output: Tensor, is_wanted: bool = True) -> Collective:
         """Combine all ranks' blocks for this rank, if it wants them."""
         incoming = list(self.nothing)
         if is_wanted:
@@ -142,14 +134,16 @@ class Call:
             [output],
         )
 
-    def run(self, what: str, begin: Begin, results: Sequence[Tensor]) -> GroupOperation:
+    def run(self, what: str, begin: Begin, results: Sequence[Tensor]) -> Collective:
         """The operation that ``begin`` starts; ranks compare ``what``, the root and the op."""
         if self.root is not None:
             what += f", root {self.root}"
         if self.op is not None:
             what += f", {tensors.op_name(self.op)}"
         text = f"{self._name}({what})"
-        return GroupOperation(text, begin, self.memory.deliver, results, key=text)
+        return Collective(
+            text=text, key=text, begin=begin, finish=self.memory.deliver, results=results
+        )
 
     def reduction(self, tensor: Tensor) -> Reduction:
         """How elements are combined."""
@@ -188,24 +182,23 @@ class Form(NamedTuple):
     name: str
     options: type[Any]
     arguments: Sequence[str]
-    make: Callable[..., GroupOperation]
+    make: Callable[..., Collective]
 
     def parse(self, given: Sequence[Any], named: dict[str, Any]) -> Any:
         """The options that a program has given."""
-        if given and isinstance(given[0], self.options):
-            return given[0]
-        options = named.pop("opts", None)
-        if options is None:
-            options = self.options()
-            names = [name for name in _OPTIONS if hasattr(options, _OPTIONS[name])]
-            for name, value in [*zip(names, given, strict=False), *named.items()]:
-                if value is not None:
-                    setattr(options, _OPTIONS[name], value)
+        for options in (*given, *named.values()):
+            if hasattr(options, "asyncOp"):
+                return options
+        options = self.options()
+        names = [name for name in _OPTIONS if hasattr(options, _OPTIONS[name])]
+        for name, value in [*zip(names, given, strict=False), *named.items()]:
+            if value is not None:
+                setattr(options, _OPTIONS[name], value)
         return options
 
     def operations(
         self, rank: int, size: int, given: Sequence[Any], options: Any
-    ) -> list[GroupOperation]:
+    ) -> list[Collective]:
         """What this rank does."""
         items = [_items(kind, each) for kind, each in zip(self.arguments, given, strict=True)]
         return [
@@ -231,10 +224,10 @@ def _items(kind: str, given: Any) -> list[Any]:
 
 def _form(
     name: str, options: type[Any], *arguments: str, also: Sequence[str] = ()
-) -> Callable[[Callable[..., GroupOperation]], Callable[..., GroupOperation]]:
+) -> Callable[[Callable[..., Collective]], Callable[..., Collective]]:
     """Decorator of a function that makes the operation; ``also`` are other names of its method."""
 
-    def decorate(make: Callable[..., GroupOperation]) -> Callable[..., GroupOperation]:
+    def decorate(make: Callable[..., Collective]) -> Callable[..., Collective]:
         for method in (make.__name__, *also):
             FORMS[method] = Form(name, options, arguments, make)
         return make
@@ -242,13 +235,8 @@ def _form(
     return decorate
 
 
-@_form("all_reduce", c10d.AllreduceCoalescedOptions, "one")
-def allreduce_coalesced(call: Call, tensor: Tensor) -> GroupOperation:
-    return allreduce(call, tensor)
-
-
-@_form("all_reduce", c10d.AllreduceOptions, "one")
-def allreduce(call: Call, tensor: Tensor) -> GroupOperation:
+@_form("all_reduce", c10d.AllreduceOptions, "one", also=["allreduce_coalesced"])
+def allreduce(call: Call, tensor: Tensor) -> Collective:
     if tensor.layout is torch.sparse_coo:
         return _all_reduce_sparse(call, tensor)
     how = call.reduction(tensor)
@@ -258,7 +246,7 @@ def allreduce(call: Call, tensor: Tensor) -> GroupOperation:
     )
 
 
-def _all_reduce_sparse(call: Call, tensor: Tensor) -> GroupOperation:
+def _all_reduce_sparse(call: Call, tensor: Tensor) -> Collective:
     """Every rank adds the values of all ranks."""
     if call.op != ReduceOp.SUM:
         raise ValueError(f"{tensors.op_name(call.op)} of a sparse tensor; expected SUM")
@@ -275,12 +263,12 @@ def _all_reduce_sparse(call: Call, tensor: Tensor) -> GroupOperation:
 
 
 @_form("reduce", c10d.ReduceOptions, "one")
-def reduce(call: Call, tensor: Tensor) -> GroupOperation:
+def reduce(call: Call, tensor: Tensor) -> Collective:
     return call.combine(call.at_root(call.source(tensor)), tensor, is_wanted=call.is_root)
 
 
 @_form("reduce_scatter", c10d.ReduceScatterOptions, "one", "list")
-def reduce_scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> GroupOperation:
+def reduce_scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> Collective:
     return call.combine(call.each(call.source, inputs), output)
 
 
@@ -295,19 +283,19 @@ def reduce_scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> Grou
         "reduce_scatter_tensor_coalesced",
     ),
 )
-def reduce_scatter_single(call: Call, output: Tensor, tensor: Tensor) -> GroupOperation:
+def reduce_scatter_single(call: Call, output: Tensor, tensor: Tensor) -> Collective:
     return call.combine(call.split(call.source(tensor), tensor), output)
 
 
 @_form("broadcast", c10d.BroadcastOptions, "one")
-def broadcast(call: Call, tensor: Tensor) -> GroupOperation:
+def broadcast(call: Call, tensor: Tensor) -> Collective:
     if call.is_root:
         return call.move(call.same(tensor), call.nothing, [tensor])
     return call.move(call.nothing, call.at_root(call.target(tensor)), [tensor])
 
 
 @_form("all_gather", c10d.AllgatherOptions, "list", "one")
-def allgather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> GroupOperation:
+def allgather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> Collective:
     return call.move(call.same(tensor), call.each(call.target, outputs), outputs)
 
 
@@ -318,12 +306,12 @@ def allgather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> GroupOpe
     "one",
     also=("_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
 )
-def all_gather_single(call: Call, output: Tensor, tensor: Tensor) -> GroupOperation:
+def all_gather_single(call: Call, output: Tensor, tensor: Tensor) -> Collective:
     return call.move(call.same(tensor), call.split(call.target(output), output), [output])
 
 
 @_form("gather", c10d.GatherOptions, "list", "one")
-def gather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> GroupOperation:
+def gather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> Collective:
     outgoing = call.at_root(call.source(tensor))
     if call.is_root:
         return call.move(outgoing, call.each(call.target, outputs), outputs)
@@ -331,13 +319,13 @@ def gather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> GroupOperat
 
 
 @_form("scatter", c10d.ScatterOptions, "one", "list")
-def scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> GroupOperation:
+def scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> Collective:
     outgoing = call.each(call.source, inputs) if call.is_root else call.nothing
     return call.move(outgoing, call.at_root(call.target(output)), [output])
 
 
 @_form("all_to_all", c10d.AllToAllOptions, "list", "list")
-def alltoall(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> GroupOperation:
+def alltoall(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Collective:
     outgoing, incoming = call.each(call.source, inputs), call.each(call.target, outputs)
     return call.move(outgoing, incoming, outputs, is_known=False)
 
@@ -345,14 +333,14 @@ def alltoall(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) ->
 @_form("all_to_all", c10d.AllToAllOptions, "one", "one", "rows", "rows", also=["alltoall_base"])
 def all_to_all_single(
     call: Call, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
-) -> GroupOperation:
+) -> Collective:
     outgoing = call.split(call.source(tensor), tensor, sent)
     incoming = call.split(call.target(output), output, received)
     return call.move(outgoing, incoming, [output], is_known=not (received or sent))
 
 
 @_form("barrier", c10d.BarrierOptions)
-def barrier(call: Call) -> GroupOperation:
+def barrier(call: Call) -> Collective:
     def begin(exchange: Exchange, mark: int) -> Work[Any]:
         if exchange.checks:
             return exchange.move(call.nothing, call.nothing, mark)

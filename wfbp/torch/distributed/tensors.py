@@ -18,19 +18,18 @@ from wfbp.torch.tensors import NAMES, raw, resolved
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-_COMBINATIONS: dict[Any, tuple[Op | None, Combine | None, Combine | None]] = {
-    # Natively, by PyTorch, and for booleans.
-    ReduceOp.SUM: (Op.SUM, torch.add, torch.logical_or),
-    ReduceOp.PREMUL_SUM: (Op.SUM, torch.add, None),
-    ReduceOp.AVG: (Op.AVERAGE, torch.add, None),
-    ReduceOp.PRODUCT: (Op.PRODUCT, torch.mul, torch.logical_and),
-    ReduceOp.MIN: (Op.MIN, torch.minimum, torch.logical_and),
-    ReduceOp.MAX: (Op.MAX, torch.maximum, torch.logical_or),
-    ReduceOp.BAND: (None, torch.bitwise_and, torch.logical_and),
-    ReduceOp.BOR: (None, torch.bitwise_or, torch.logical_or),
-    ReduceOp.BXOR: (None, torch.bitwise_xor, torch.logical_xor),
+_REDUCTIONS: dict[Any, tuple[Op | None, Combine]] = {
+    # By the C++ extension, and by PyTorch for other element types.
+    ReduceOp.SUM: (Op.SUM, torch.add),
+    ReduceOp.PREMUL_SUM: (Op.SUM, torch.add),
+    ReduceOp.AVG: (Op.AVERAGE, torch.add),
+    ReduceOp.PRODUCT: (Op.PRODUCT, torch.mul),
+    ReduceOp.MIN: (Op.MIN, torch.minimum),
+    ReduceOp.MAX: (Op.MAX, torch.maximum),
+    ReduceOp.BAND: (None, torch.bitwise_and),
+    ReduceOp.BOR: (None, torch.bitwise_or),
+    ReduceOp.BXOR: (None, torch.bitwise_xor),
 }
-_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
 def sizes(*tensors: torch.Tensor) -> str:
@@ -48,7 +47,7 @@ class Memory:
     def source(self, tensor: torch.Tensor) -> Buffer:
         """The bytes of a tensor that is only read."""
         _check(tensor)
-        return raw(_contiguous(tensor))
+        return raw(resolved(tensor.detach()).contiguous())
 
     def target(self, tensor: torch.Tensor, values: torch.Tensor | None = None) -> Buffer:
         """Bytes that become the tensor's at :meth:`deliver`; filled with ``values``, if any."""
@@ -76,10 +75,6 @@ def _check(tensor: torch.Tensor) -> None:
         )
 
 
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return resolved(tensor.detach()).contiguous()
-
-
 def op_name(op: ReduceOp) -> str:
     """The name of a reduction, for messages."""
     return str(getattr(op, "op", op)).rpartition(".")[2]
@@ -87,32 +82,33 @@ def op_name(op: ReduceOp) -> str:
 
 def contribution(tensor: torch.Tensor, op: Any) -> torch.Tensor:
     """What this rank adds: a multiple, if the reduction has a factor."""
-    return tensor * op.factor if op is not None and op == ReduceOp.PREMUL_SUM else tensor
+    if op is None or op != ReduceOp.PREMUL_SUM:
+        return tensor
+    multiple: torch.Tensor = tensor * op.factor
+    return multiple.to(tensor.dtype)
 
 
 def reduction(dtype: torch.dtype, op: ReduceOp, size: int) -> Reduction:
     """How elements of ``size`` ranks are combined; ``ValueError`` if they cannot be."""
-    kind: Any = next((known for known in _COMBINATIONS if op == known), None)
+    kind: Any = next((known for known in _REDUCTIONS if op == known), None)
     where = f"{op_name(op)} of {dtype}"
     if kind is None:
-        raise ValueError(f"{where}: expected one of {', '.join(map(op_name, _COMBINATIONS))}")
-    if dtype.is_complex and kind in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM):
+        raise ValueError(f"{where}: expected one of {', '.join(map(op_name, _REDUCTIONS))}")
+    native, combine = _REDUCTIONS[kind]
+    if dtype.is_complex and native in (Op.SUM, Op.AVERAGE):
         dtype = dtype.to_real()
-    native, combine, of_booleans = _COMBINATIONS[kind]
     if native is not None and NAMES.get(dtype) in ITEM_BYTES:
         return Reduction(dtype.itemsize, NAMES[dtype], native)
-    if dtype is torch.bool:
-        combine = of_booleans
-    elif (
-        (kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex))
-        or (dtype.is_complex and kind is not ReduceOp.PRODUCT)
-        or (dtype.is_floating_point and dtype.itemsize == 1)
-    ):
-        combine = None
-    if combine is None:
-        raise ValueError(f"{where} is not defined; convert the tensor to another type first")
-    divisor = size if kind is ReduceOp.AVG else 1
-    return Reduction(dtype.itemsize, function=functools.partial(_combine, combine, dtype, divisor))
+    divisor = size if native is Op.AVERAGE else 1
+    function = functools.partial(_combine, combine, dtype, divisor)
+    try:  # PyTorch decides
+        example = raw(torch.ones(1, dtype=dtype))
+        function([example, example], example)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{where} is not defined; convert the tensor to another type first"
+        ) from error
+    return Reduction(dtype.itemsize, function=function)
 
 
 def _combine(

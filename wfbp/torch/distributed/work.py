@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -78,7 +80,6 @@ class GroupWork(TorchWork):
                 self._completion.fail(error)
             future = self._future
         if future is not None:
-            future_waits.num_pending -= 1
             future.settle()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -119,7 +120,7 @@ class GroupWork(TorchWork):
                 if self.is_completed():
                     self._future.settle()
                 else:
-                    future_waits.note()
+                    future_waits.note(self)
             return self._future
 
 
@@ -184,27 +185,29 @@ class FutureWaits:
     _LOOK_S = 2e-4
 
     def __init__(self) -> None:
-        self.num_pending = 0
-        self._clock: int | None = None
+        self._works: deque[GroupWork] = deque()
+        self._clock = 0
         self._looked_s = self._cpu_s = 0.0
         self._blocked = False
 
-    def note(self) -> None:
+    def note(self, work: GroupWork) -> None:
         """This thread has asked for the future of work under way."""
         if hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
-            self.num_pending += 1
+            self._works.append(work)
 
     def is_blocked(self) -> bool:
         """For the communication thread."""
-        if not self.num_pending or self._clock is None:
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
+        if not self._works:
             return False
         now = time.monotonic()
         if now - self._looked_s > self._LOOK_S:
             try:
                 cpu_s = time.clock_gettime(self._clock)
-            except OSError:  # it has ended
-                self._clock, self._blocked = None, False
+            except OSError:  # the thread has ended
+                self._works.clear()
                 return False
             self._blocked = cpu_s == self._cpu_s
             self._looked_s, self._cpu_s = now, cpu_s
@@ -212,3 +215,22 @@ class FutureWaits:
 
 
 future_waits = FutureWaits()
+
+
+@dataclass(eq=False, kw_only=True)
+class Operation:
+    """A collective of this rank, or a message; ``finish`` runs once it has ended well."""
+
+    text: str
+    results: Sequence[torch.Tensor]
+    finish: Callable[[], None]
+    work: GroupWork = field(init=False)
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """Note that it has ended; its caller gets the error, or that of what is left to do."""
+        if error is None:
+            try:
+                self.finish()
+            except Exception as problem:
+                error = problem
+        self.work.complete(error)
