@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, combine, split, typed
-from wfbp.comm.backend import Finished, Work
+from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task, Watch
+from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task, Watch, chunks
 from wfbp.comm.mpi.two_level import READY, REDUCED, TAKEN, WAITING, Followed, SharedFlags
 from wfbp.core.types import Op
 
@@ -181,7 +181,8 @@ class _StagedTask(Task):
 
 
 class _MoveTask(_StagedTask):
-    """Blocks from every rank to every rank, copied or combined into ``reduced``.
+    """Blocks from every rank to every rank. With a reduction, those for this rank are combined into
+    its own incoming block, if it has one.
 
     A staging buffer starts with the offset and the size of the block for each rank. A block that
     goes to several ranks is copied once.
@@ -193,12 +194,11 @@ class _MoveTask(_StagedTask):
         fingerprint: int,
         outgoing: Blocks,
         incoming: Blocks,
-        reduction: Reduction | None = None,
-        own: Buffer | None = None,
-        result: Buffer | None = None,
+        reduction: Reduction | None,
     ) -> None:
         super().__init__(shared, fingerprint)
-        self._incoming, self._reduction, self._own, self._result = incoming, reduction, own, result
+        self._incoming, self._reduction = incoming, reduction
+        self._own = outgoing[shared.flags.rank]
         end = _ENTRY_BYTES * len(outgoing)
         self._table = np.zeros((len(outgoing), 2), np.int64)
         self._parts: dict[int, tuple[int, Buffer]] = {}
@@ -211,7 +211,7 @@ class _MoveTask(_StagedTask):
             self._table[rank] = self._parts[id(block)][0], block.nbytes
         self.slot_bytes = end if self._parts else 0
         received = sum(block.nbytes for block in incoming if block is not None)
-        self.nbytes = max(end, received)
+        self.nbytes = max(end, received if reduction is None else received * len(incoming))
 
     def _fill(self, slot: Buffer) -> None:
         slot[: self._table.nbytes] = self._table.reshape(-1).view(np.uint8)
@@ -219,28 +219,28 @@ class _MoveTask(_StagedTask):
             slot[start : start + block.nbytes] = block
 
     def _read_ready(self) -> None:
-        shards: list[Buffer] = []
-        for peer, block in enumerate(self._incoming):
-            if peer == self._shared.flags.rank:
-                if self._own is not None:
-                    shards.append(self._own)
-            elif block is not None:
-                arrived = self._block_of(peer)
-                if arrived.nbytes != block.nbytes:
-                    self.work.mismatch = True
-                    return
-                if self._reduction is not None:
-                    shards.append(arrived)
-                else:
-                    block[:] = arrived
-        if self._reduction is not None and self._result is not None:
-            self._reduction(shards, self._result)
+        result, reduction = self._incoming[self._shared.flags.rank], self._reduction
+        wanted = self._incoming if reduction is None else [result] * len(self._incoming)
+        pairs = [
+            (place, self._block_of(peer)) for peer, place in enumerate(wanted) if place is not None
+        ]
+        if any(place.nbytes != block.nbytes for place, block in pairs):
+            self.work.mismatch = True
+            return
+        if reduction is None:
+            for place, block in pairs:
+                place[:] = block
+        elif result is not None:
+            reduction([block for _, block in pairs], result)
         self._enter(TAKEN)
         self._incoming = ()
 
     def _block_of(self, peer: int) -> Buffer:
         """The block of a rank for this one, where it is."""
         shared, number = self._shared, self._number
+        if peer == shared.flags.rank:
+            assert self._own is not None
+            return self._own
         entry = shared.view(peer, number, _ENTRY_BYTES * shared.flags.rank, _ENTRY_BYTES)
         start, nbytes = entry.view(np.int64).tolist()
         return shared.view(peer, number, start, nbytes)
@@ -303,6 +303,9 @@ class _MessageTask(Task):
 
     def start(self) -> None:
         channel, messages = self._channel, []
+        own, place = self._outgoing[channel.rank], self._incoming[channel.rank]
+        if own is not None and place is not None:
+            place[:] = own
         for arrives, blocks in ((True, self._incoming), (False, self._outgoing)):
             for peer in channel.peers:
                 block = blocks[peer]
@@ -340,75 +343,43 @@ class Exchange:
         """How many tasks have been made; equal on all ranks of a group without work under way."""
         return self.channel.position + (self._shared.flags.position if self._shared else 0)
 
-    def _num_chunks(self, nbytes: int) -> int:
-        """Chunks for a collective whose largest part has this size."""
-        return max(1, -(-nbytes // self._chunk_bytes))
-
     def move(
-        self, outgoing: Blocks, incoming: Blocks, fingerprint: int, in_chunks: bool = True
+        self,
+        outgoing: Blocks,
+        incoming: Blocks,
+        fingerprint: int,
+        reduction: Reduction | None = None,
+        in_chunks: bool = True,
     ) -> Work[None]:
-        """Send each rank its block and receive its block for this rank.
+        """Send each rank its block, and receive a block from each. With a reduction, all blocks for
+        this rank are combined into its own incoming block; None: it wants no result.
 
         In chunks only if all blocks have one size, or every rank knows those of all.
         """
         blocks = [block for block in (*outgoing, *incoming) if block is not None]
         largest = max((block.nbytes for block in blocks), default=0)
-        own, place = outgoing[self.rank], incoming[self.rank]
-        if own is not None and place is not None:
-            place[:] = own
-        return self._move(
-            outgoing, incoming, self._num_chunks(largest) if in_chunks else 1, fingerprint
-        )
-
-    def _move(
-        self, outgoing: Blocks, incoming: Blocks, num_chunks: int, fingerprint: int
-    ) -> Work[None]:
-        tasks: list[Task] = []
-        if self.size == 1:
-            return Finished(None)
-        for index in range(num_chunks):
-            sent = _pieces(outgoing, index, num_chunks)
-            received = _pieces(incoming, index, num_chunks)
-            if self._shared is not None:
-                tasks.append(_MoveTask(self._shared, fingerprint, sent, received))
-            else:
-                tasks.append(_MessageTask(self.channel, sent, received))
-        return self._submit(tasks)
-
-    def reduce_scatter(
-        self, blocks: Blocks, result: Buffer | None, reduction: Reduction, fingerprint: int
-    ) -> Work[None]:
-        """Combine every rank's block for this rank into ``result``; None: this rank has none.
-
-        Blocks are for their ranks; one that all ranks want may be given to several.
-        """
-        largest = max((block.nbytes for block in blocks if block is not None), default=0)
-        one_for_all = len({id(block) for block in blocks if block is not None}) <= 1
-        count = self._num_chunks(largest * (1 if one_for_all else len(blocks)))
-        if self._shared is None:
-            return self._combine_messages(blocks, result, reduction, count)
+        if (
+            reduction is not None
+            and len({id(block) for block in outgoing if block is not None}) > 1
+        ):
+            largest *= self.size  # a block of its own for each rank
+        count = max(1, -(-largest // self._chunk_bytes)) if in_chunks else 1
+        item = 1 if reduction is None else reduction.item_bytes
+        arriving, result = list(incoming), incoming[self.rank]
+        if self._shared is None and reduction is not None and result is not None:
+            arriving = [np.empty(result.nbytes, np.uint8) for _ in incoming]
         tasks: list[Task] = []
         for index in range(count):
-            sent = _pieces(blocks, index, count, reduction.item_bytes)
-            own = sent[self.rank]
-            wanted: Blocks = [own if result is not None else None] * self.size
-            place = _pieces([result], index, count, reduction.item_bytes)[0]
-            tasks.append(_MoveTask(self._shared, fingerprint, sent, wanted, reduction, own, place))
-        return self._submit(tasks)
-
-    def _combine_messages(
-        self, blocks: Blocks, result: Buffer | None, reduction: Reduction, count: int
-    ) -> Work[None]:
-        arriving: list[Buffer | None] = [None] * self.size
-        if result is not None:
-            arriving = [np.empty(result.nbytes, np.uint8) for _ in range(self.size)]
-            arriving[self.rank] = blocks[self.rank]
-
-        def finish() -> None:
-            if result is not None:
-                reduction([block for block in arriving if block is not None], result)
-
-        return Followed(self._move(blocks, arriving, count, 0), finish)
+            sent = _pieces(outgoing, index, count, item)
+            received = _pieces(arriving, index, count, item)
+            if self._shared is not None:
+                tasks.append(_MoveTask(self._shared, fingerprint, sent, received, reduction))
+            else:
+                tasks.append(_MessageTask(self.channel, sent, received))
+        work = self._submit(tasks)
+        if self._shared is not None or reduction is None or result is None:
+            return work
+        return Followed(work, lambda: reduction([b for b in arriving if b is not None], result))
 
     def all_reduce(self, data: Buffer, reduction: Reduction, fingerprint: int) -> Work[None]:
         """Combine ``data`` over all ranks, in place."""
@@ -416,12 +387,13 @@ class Exchange:
             dtype = reduction.dtype
             return self.backend.all_reduce(typed(data, dtype), dtype, reduction.op)
         if self._shared is None or data.nbytes <= SMALL_BYTES:
-            return self.reduce_scatter([data] * self.size, data, reduction, fingerprint)
+            place = [data if rank == self.rank else None for rank in range(self.size)]
+            return self.move([data] * self.size, place, fingerprint, reduction)
         shared, item = self._shared, reduction.item_bytes
         return self._submit(
             [
                 _ReduceTask(shared, fingerprint, data[start * item : stop * item], reduction)
-                for start, stop in split(data.nbytes // item, self._num_chunks(data.nbytes))
+                for start, stop in chunks(data.nbytes // item, item, self._chunk_bytes)
             ]
         )
 

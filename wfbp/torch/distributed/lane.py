@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,9 +65,9 @@ class GroupLane:
         self._members = Members(-1, tuple(sorted(exchange.ranks)))
         self._served = False
         self._check_all = check_all
-        # Collectives: not begun, compared, and under way.
+        # Collectives: not begun, or still being compared, and under way.
         self._queue: deque[Collective] = deque()
-        self._checking: tuple[Collective, Work[list[bytes]]] | None = None
+        self._check: Work[list[bytes]] | None = None  # of the first in the queue
         self._in_flight: list[tuple[Collective, Work[Any]]] = []
         self._texts: dict[int, str] = {}  # of the last collectives
         self._number = self._fingerprint = 0
@@ -112,7 +111,7 @@ class GroupLane:
 
     @property
     def busy(self) -> bool:
-        return bool(self._in_flight or self._queue or self._checking) or self.polls
+        return bool(self._in_flight or self._queue) or self.polls
 
     @property
     def is_clean(self) -> bool:
@@ -151,7 +150,7 @@ class GroupLane:
             return
         self.error = error
         pending = [*self._pending(), *self.messages.abandon()]
-        self._in_flight, self._checking, self._inquiry = [], None, None
+        self._in_flight, self._check, self._inquiry = [], None, None
         self._queue.clear()
         self._exchange.abandon()
         for operation in pending:
@@ -166,29 +165,19 @@ class GroupLane:
 
     def _pending(self) -> list[Collective]:
         """Collectives, the oldest first."""
-        checking = [self._checking[0]] if self._checking else []
-        return [*(operation for operation, _ in self._in_flight), *checking, *self._queue]
+        return [*(operation for operation, _ in self._in_flight), *self._queue]
 
     def _start_queued(self) -> bool:
         progressed = False
-        if self._checking is not None:
-            operation, check = self._checking
-            if not check.test():
-                return False
-            if self._differ(operation, check.result):
-                self._inquire(operation.number, 0.0)
-                return False
-            self._checking = None
-            self._begin(operation)
-            progressed = True
         while self._queue and self._inquiry is None:
-            operation = self._queue.popleft()
-            progressed = True
-            if self._is_checked(operation):
-                numbers = np.array([operation.fingerprint, *operation.sent], np.int64)
-                self._checking = operation, self.backend.all_gather_bytes(numbers.tobytes())
+            operation = self._queue[0]
+            if self._is_checked(operation) and not self._agrees(operation):
                 break  # ranks start later operations in the same order only after this one
-            self._begin(operation)
+            self._queue.popleft()
+            self._in_flight.append(
+                (operation, operation.begin(self._exchange, operation.fingerprint))
+            )
+            progressed = True
         return progressed
 
     def _is_checked(self, operation: Collective) -> bool:
@@ -197,16 +186,23 @@ class GroupLane:
         number, always = operation.number, self._check_all or bool(operation.sent)
         return always or number <= _ALWAYS_CHECKED or number % _CHECKED_EVERY == 0
 
-    def _differ(self, operation: Collective, payloads: Sequence[bytes]) -> bool:
-        """Whether ranks are in different operations, or send others than this one expects."""
-        numbers = [np.frombuffer(payload, np.int64).tolist() for payload in payloads]
-        if any(found[0] != operation.fingerprint for found in numbers):
-            return True
-        sent = [found[1 + self._exchange.rank] for found in numbers] if operation.sent else []
-        return sent != list(operation.expected)
-
-    def _begin(self, operation: Collective) -> None:
-        self._in_flight.append((operation, operation.begin(self._exchange, operation.fingerprint)))
+    def _agrees(self, operation: Collective) -> bool:
+        """Whether all ranks are in this operation, and send what this one expects; not yet, if they
+        have not compared it."""
+        if self._check is None:
+            numbers = np.array([operation.fingerprint, *operation.sent], np.int64)
+            self._check = self.backend.all_gather_bytes(numbers.tobytes())
+        if not self._check.test():
+            return False
+        found = [np.frombuffer(payload, np.int64).tolist() for payload in self._check.result]
+        self._check = None
+        agree = all(each[0] == operation.fingerprint for each in found)
+        if agree and operation.sent:
+            sent = [each[1 + self._exchange.rank] for each in found]
+            agree = sent == list(operation.expected)
+        if not agree:
+            self._inquire(operation.number, 0.0)
+        return agree
 
     def _advance_collectives(self) -> bool:
         progressed, activity = False, self.backend.activity

@@ -7,7 +7,6 @@ type, so that a difference of type or size is an error of the receiver.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,32 +17,34 @@ from wfbp.comm.mpi.exchange import Exchange
 from wfbp.comm.mpi.transfers import NUM_TAGS
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch.distributed.work import Operation
+from wfbp.torch.distributed.operations import Operation, sizes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 FIRST_TAG = 2 * NUM_TAGS
 """MPI's tag of messages with tag 0; collectives use smaller ones."""
-_HEADER_BYTES = 32
+_HEADER_BYTES = 64
 _LEFT_GRACE_S = 2.0
 
 _abandoned: list[Message] = []
 """Messages that nobody waits for any more: MPI may still use their memory."""
 
 
-@dataclass(eq=False, kw_only=True)
 class Message(Operation):
     """A message to ``peer``, or from it (None: from any rank)."""
 
-    receives: bool
-    peer: int | None
-    tag: int
-    data: Buffer
-    dtype: torch.dtype
-    header: Buffer = field(default_factory=lambda: np.zeros(_HEADER_BYTES, np.uint8))
-    request: MPI.Request | None = None  # None: nothing has arrived yet
-    arriving: Buffer | None = None
+    def __init__(self, kind: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
+        super().__init__()
+        shown = sizes(tensor.dtype, [tensor.numel()])
+        self.text = f"{kind}({shown}, {'' if peer is None else f'rank {peer}, '}tag {tag})"
+        self.peer, self.tag, self.receives = peer, tag, kind != "send"
+        self.data = self.target(tensor) if self.receives else self.source(tensor)
+        self.results = [tensor]
+        self.content = f"{tensor.nbytes} bytes of {tensor.dtype}"
+        content = b"" if self.receives else self.content.encode()
+        self.header = np.frombuffer(bytearray(content.ljust(_HEADER_BYTES)), np.uint8)
+        self.request: MPI.Request | None = None  # None: nothing has arrived yet
 
     def overtakes(self, earlier: Message) -> bool:
         """Whether both could receive the same message."""
@@ -64,8 +65,6 @@ class Messages:
     def submit(self, message: Message) -> None:
         """Begin a message."""
         if message.peer is not None and not message.receives:
-            name = str(message.dtype).encode()
-            message.header[: len(name)] = np.frombuffer(name, np.uint8)
             layout, tag = self._layout(message.header, message.data), FIRST_TAG + message.tag
             message.request = self._comm.Isend([self._mpi.BOTTOM, 1, layout], message.peer, tag)
             layout.Free()
@@ -111,9 +110,9 @@ class Messages:
             return
         message.work.source = status.Get_source()
         nbytes = status.Get_count(self._mpi.BYTE) - _HEADER_BYTES
-        fits = nbytes == message.data.nbytes
-        message.arriving = message.data if fits else np.empty(nbytes, np.uint8)
-        layout = self._layout(message.header, message.arriving)
+        if nbytes != message.data.nbytes:
+            message.data = np.empty(nbytes, np.uint8)
+        layout = self._layout(message.header, message.data)
         message.request = arrived.Irecv([self._mpi.BOTTOM, 1, layout])
         layout.Free()
 
@@ -128,15 +127,12 @@ class Messages:
 
     def _difference(self, message: Message) -> DisagreementError | None:
         """The error of a call that has received another type or size than it expects."""
-        if message.arriving is None:
-            return None
-        nbytes, dtype = message.arriving.nbytes, bytes(message.header).rstrip(b"\0").decode()
-        if (nbytes, dtype) == (message.data.nbytes, str(message.dtype)):
+        found = bytes(message.header).decode().rstrip()
+        if found == message.content:
             return None
         return DisagreementError(
-            f"{self._where(message)} expects {message.data.nbytes} bytes of {message.dtype}, but "
-            f"rank {message.work.source} of the group sends {nbytes} bytes of {dtype}; let both "
-            "ranks use tensors of one type and size"
+            f"{self._where(message)} expects {message.content}, but rank {message.work.source} of "
+            f"the group sends {found}; let both ranks use tensors of one type and size"
         )
 
     def _lateness(self, message: Message) -> WfbpError | None:

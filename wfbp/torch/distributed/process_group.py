@@ -23,7 +23,6 @@ from wfbp.torch.compiling import uncompiled_methods
 from wfbp.torch.distributed.lane import GroupLane
 from wfbp.torch.distributed.messages import Message
 from wfbp.torch.distributed.operations import FORMS, Collective, Form
-from wfbp.torch.distributed.tensors import Memory, sizes
 from wfbp.torch.distributed.work import GroupWork
 
 
@@ -156,7 +155,7 @@ class ProcessGroup(dist.ProcessGroup):
         if device.type != "cpu":
             return getattr(self._other(device), name)(*arguments, options)
         exchange = self.exchange
-        operations = form.operations(exchange.rank, exchange.size, arguments, options)
+        operations = form.collectives(exchange.rank, exchange.size, arguments, options)
         return self._submit(operations, options.timeout, options.asyncOp)
 
     def _submit(
@@ -223,18 +222,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise ValueError(f"{kind}: rank {peer} of a group of {self.exchange.size}")
         if not 0 <= tag <= self.lane.messages.largest_tag:
             raise ValueError(f"{kind}: tag {tag}; expected 0 to {self.lane.messages.largest_tag}")
-        memory, receives = Memory(), kind != "send"
-        message = Message(
-            text=f"{kind}({sizes(tensor)}, {'' if peer is None else f'rank {peer}, '}tag {tag})",
-            results=[tensor],
-            finish=memory.deliver,
-            receives=receives,
-            peer=peer,
-            tag=tag,
-            data=memory.target(tensor) if receives else memory.source(tensor),
-            dtype=tensor.dtype,
-        )
-        return self._submit([message], self._timeout, wakes=True)
+        return self._submit([Message(kind, tensor, peer, tag)], self._timeout, wakes=True)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False

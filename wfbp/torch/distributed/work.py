@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -215,22 +214,3 @@ class FutureWaits:
 
 
 future_waits = FutureWaits()
-
-
-@dataclass(eq=False, kw_only=True)
-class Operation:
-    """A collective of this rank, or a message; ``finish`` runs once it has ended well."""
-
-    text: str
-    results: Sequence[torch.Tensor]
-    finish: Callable[[], None]
-    work: GroupWork = field(init=False)
-
-    def complete(self, error: BaseException | None = None) -> None:
-        """Note that it has ended; its caller gets the error, or that of what is left to do."""
-        if error is None:
-            try:
-                self.finish()
-            except Exception as problem:
-                error = problem
-        self.work.complete(error)

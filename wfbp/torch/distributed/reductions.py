@@ -1,4 +1,4 @@
-"""Between the tensors of an operation and the bytes that ranks exchange, and how they combine."""
+"""How the tensors of several ranks are combined: natively, or by PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.mpi.exchange import Reduction
 from wfbp.core.types import ITEM_BYTES, Op
-from wfbp.torch.tensors import NAMES, raw, resolved
+from wfbp.torch.tensors import NAMES, raw
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -30,49 +30,6 @@ _REDUCTIONS: dict[Any, tuple[Op | None, Combine]] = {
     ReduceOp.BOR: (None, torch.bitwise_or),
     ReduceOp.BXOR: (None, torch.bitwise_xor),
 }
-
-
-def sizes(*tensors: torch.Tensor) -> str:
-    """Type and numbers of elements, such as ``float32[3, 5]`` for two tensors."""
-    dtype = str(tensors[0].dtype).removeprefix("torch.")
-    return f"{dtype}[{', '.join(str(tensor.numel()) for tensor in tensors)}]"
-
-
-class Memory:
-    """The bytes of an operation's tensors: their own where they are contiguous."""
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def source(self, tensor: torch.Tensor) -> Buffer:
-        """The bytes of a tensor that is only read."""
-        _check(tensor)
-        return raw(resolved(tensor.detach()).contiguous())
-
-    def target(self, tensor: torch.Tensor, values: torch.Tensor | None = None) -> Buffer:
-        """Bytes that become the tensor's at :meth:`deliver`; filled with ``values``, if any."""
-        _check(tensor)
-        own = tensor.detach()
-        is_plain = own.is_contiguous() and not (own.is_conj() or own.is_neg())
-        if is_plain and (values is None or values is tensor):
-            return raw(own)
-        copy = torch.empty(own.shape, dtype=own.dtype)
-        if values is not None:
-            copy.copy_(values.detach())
-        self._copies.append((own, copy))
-        return raw(copy)
-
-    def deliver(self) -> None:
-        """Fill the tensors that are not contiguous."""
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
-
-
-def _check(tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        raise ValueError(
-            f"a tensor is {tensor.layout} on {tensor.device}; expected a dense one on the CPU"
-        )
 
 
 def op_name(op: ReduceOp) -> str:
