@@ -71,7 +71,6 @@ class Staging:
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self._free: dict[int, list[Buffer]] = {}
-        self._kept: list[Buffer] = []
 
     def take(self, nbytes: int) -> Buffer:
         """A buffer of at least this size."""
@@ -82,10 +81,6 @@ class Staging:
     def give(self, buffer: Buffer) -> None:
         """Reuse a buffer that no rank reads any more."""
         self._free.setdefault(buffer.nbytes, []).append(buffer)
-
-    def keep(self, buffer: Buffer) -> None:
-        """Never reuse or free a buffer that other ranks may still read."""
-        self._kept.append(buffer)
 
 
 @dataclass(slots=True)
@@ -148,10 +143,6 @@ class _StagedTask(Task):
             return None
         flags = self._shared.flags
         return flags.watch(flags.peers, self._number, self._phase)
-
-    def abandon(self) -> None:
-        if self._slot is not None:
-            self._shared.staging.keep(self._slot)
 
     def _publish(self) -> bool:
         shared = self._shared
@@ -400,9 +391,7 @@ class Exchange:
     def abandon(self) -> None:
         """Forget everything under way; its memory is never reused."""
         for task in self.channel.abandon():
-            if isinstance(task, _StagedTask):
-                task.abandon()
-            # MPI may still write to the memory of messages.
+            # Other ranks may still read its staging buffer, or MPI write to its memory.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
     def _submit(self, tasks: Sequence[Task]) -> MpiWork[None]:

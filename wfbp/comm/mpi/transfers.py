@@ -54,7 +54,7 @@ class Chunking:
     window_tasks: int = 8
     # A rank sends its whole contribution to all others, if that is no more: one exchange, not two.
     small_bytes: int = 64 << 10
-    # Up to this many ranks all-gather by direct exchange.
+    # Up to this many ranks of a host all-reduce small messages directly.
     direct_ranks: int = 16
 
 
