@@ -7,9 +7,10 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.mpi.exchange import Exchange
@@ -72,10 +73,10 @@ class Groups:
         self._made[ranks] += 1
         who = "all ranks" if len(ranks) == self.runtime.size else f"ranks {list(ranks)}"
         key = f"process group {self._world}.{self._made[ranks]} of {who}"
-        exchange = self._exchange(key, ranks, options)
-        group = ProcessGroup(
-            self.runtime, exchange, key, options.timeout, options.store, self._closed
-        )
+        # Not by PyTorch's name of the group: it counts this rank's other groups.
+        store = PrefixStore(f"{key}/", options.store._underlying_non_prefix_store)
+        exchange = self._exchange(key, ranks, options.timeout, store)
+        group = ProcessGroup(self.runtime, exchange, key, options.timeout, store, self._closed)
         self._open[key] = group
         return group
 
@@ -100,12 +101,12 @@ class Groups:
         self._world = 1 + max(int(world) for _, world in told)
         self._made.clear()
 
-    def _exchange(self, key: str, ranks: tuple[int, ...], options: Any) -> Exchange:
+    def _exchange(
+        self, key: str, ranks: tuple[int, ...], timeout: timedelta, store: Store
+    ) -> Exchange:
         """The communicators of a group, once all of its ranks want it: new ones, or those of a
         group that all of them have destroyed in the same state."""
-        timeout_s = options.timeout.total_seconds()
-        # The prefix of PyTorch's names has no use: it counts this rank's other groups.
-        store = PrefixStore(key, options.store._underlying_non_prefix_store)
+        timeout_s = timeout.total_seconds()
         idle = {old: exchange.position for old, exchange in self._idle[ranks].items()}
         names, end_s = [str(rank) for rank in ranks], time.monotonic() + timeout_s
         store.set(str(self.runtime.rank), json.dumps(idle))

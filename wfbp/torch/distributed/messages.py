@@ -17,7 +17,8 @@ from wfbp.comm.mpi.exchange import Exchange
 from wfbp.comm.mpi.transfers import NUM_TAGS
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch.distributed.operations import Operation, sizes
+from wfbp.torch.distributed.operations import sizes
+from wfbp.torch.distributed.work import Operation
 
 if TYPE_CHECKING:
     from mpi4py import MPI

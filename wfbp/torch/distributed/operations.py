@@ -20,8 +20,7 @@ from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.torch.distributed import reductions
-from wfbp.torch.distributed.work import GroupWork
-from wfbp.torch.tensors import raw, resolved
+from wfbp.torch.distributed.work import Operation
 
 Begin = Callable[[Exchange, int], Work[Any]]
 """Starts a collective with its fingerprint."""
@@ -34,57 +33,6 @@ def sizes(dtype: torch.dtype, numels: Sequence[int]) -> str:
     are equal."""
     shown = numels[:1] if len(set(numels)) == 1 else numels
     return f"{str(dtype).removeprefix('torch.')}{list(shown)}"
-
-
-class Operation:
-    """A collective of this rank, or a message: its tensors, as bytes, and what a caller waits for.
-
-    The bytes are the tensors' own if these are contiguous.
-    """
-
-    text = ""
-    work: GroupWork
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.results: Sequence[Tensor] = ()
-        self.deliveries: list[Callable[[], object]] = []
-        """What is left to do once it has ended."""
-
-    def source(self, tensor: Tensor) -> Buffer:
-        """The bytes of a tensor that is only read."""
-        self._check(tensor)
-        return raw(resolved(tensor.detach()).contiguous())
-
-    def target(self, tensor: Tensor, values: Tensor | None = None) -> Buffer:
-        """Bytes that become the tensor's in the end; filled with ``values``, if any."""
-        self._check(tensor)
-        own = tensor.detach()
-        is_plain = own.is_contiguous() and not (own.is_conj() or own.is_neg())
-        if is_plain and (values is None or values is tensor):
-            return raw(own)
-        copy = torch.empty(own.shape, dtype=own.dtype)
-        if values is not None:
-            copy.copy_(values.detach())
-        self.deliveries.append(lambda: own.copy_(copy))
-        return raw(copy)
-
-    def complete(self, error: BaseException | None = None) -> None:
-        """Note that it has ended; its caller gets the error, or that of what is left to do."""
-        if error is None:
-            try:
-                for deliver in self.deliveries:
-                    deliver()
-            except Exception as problem:
-                error = problem
-        self.work.complete(error)
-
-    def _check(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            raise ValueError(
-                f"a tensor is {tensor.layout} on {tensor.device}; expected a dense one on the CPU"
-            )
-        self.tensors.append(tensor)
 
 
 class Collective(Operation):

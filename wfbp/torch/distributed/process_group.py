@@ -41,7 +41,8 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(exchange.rank, exchange.size)  # type: ignore[call-arg]
         self.exchange, self.key = exchange, key
-        self._runtime, self._timeout, self._store, self._closed = runtime, timeout, store, closed
+        self._runtime, self._timeout, self._closed = runtime, timeout, closed
+        self._store = store  # with keys of this group alone, which all of its ranks share
         check_all = c10d.get_debug_level() == c10d.DebugLevel.DETAIL
         self.lane = GroupLane(runtime, exchange, key, check_all)
         self._coalesced: GroupWork | None = None
@@ -167,10 +168,11 @@ class ProcessGroup(dist.ProcessGroup):
             raise self.lane.error
         thread, lane = self._runtime.thread, self.lane
         limit = timeout if timeout > timedelta(0) else self._timeout
-        work = GroupWork(thread, limit.total_seconds(), self._coalesced)
-        for operation in operations:
-            operation.work = work
-            work.expect(operation.text, operation.results)
+        work = GroupWork(thread, limit.total_seconds(), operations)
+        if self._coalesced is not None:
+            self._coalesced.include(work)
+        if not operations:
+            work.complete()
 
         def submit() -> None:
             for operation in operations:
@@ -184,7 +186,6 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = GroupWork(self._runtime.thread, self._timeout.total_seconds())
-        self._coalesced.expect("", [])  # until the end
         if device.type != "cpu":
             self._other(device)._start_coalescing(device)
 
@@ -230,38 +231,36 @@ class ProcessGroup(dist.ProcessGroup):
         """A barrier after which rank 0 names the ranks that did not come in time."""
         if isinstance(timeout, float | int):
             timeout = timedelta(seconds=timeout)
-        limit = self._timeout if timeout is None else timeout
-        rank, limit_ms = self.rank(), int(limit.total_seconds() * 1000)
-        if limit <= timedelta(0):
+        limit_s = (self._timeout if timeout is None else timeout).total_seconds()
+        rank, limit_ms = self.rank(), int(limit_s * 1000)
+        if limit_s <= 0:
             raise StallError(f"Rank {rank} timed out in monitoredBarrier after {limit_ms} ms")
         self._num_monitored += 1
-        store, barrier = self._store, f"monitored barrier {self._num_monitored}"
+        barrier, end_s = f"monitored barrier {self._num_monitored}", time.monotonic() + limit_s
         if rank:
-            store.set(f"{barrier}, rank {rank}", "")
+            self._store.set(f"{barrier}, rank {rank}", "")
+        missing: list[str] = []
+        for peer in [0] if rank else range(1, self.size()):
+            left_s = max(end_s - time.monotonic(), 0.001)
             try:
-                store.wait([barrier], limit)
-            except RuntimeError as error:
-                raise StallError(
-                    f"Rank {rank} successfully reached monitoredBarrier, but received errors "
-                    f"while waiting for send/recv from rank 0 in {limit_ms} ms. Please check "
-                    f"rank 0 logs for faulty rank. {error}"
-                ) from error
-            return
-        end_s, missing = time.monotonic() + limit.total_seconds(), []
-        for peer in range(1, self.size()):
-            left = timedelta(seconds=max(end_s - time.monotonic(), 0.001))
-            try:
-                store.wait([f"{barrier}, rank {peer}"], left)
+                self._store.wait([f"{barrier}, rank {peer}"], timedelta(seconds=left_s))
             except RuntimeError:
                 missing.append(str(peer))
                 if not wait_all_ranks:
                     break
+        if missing and rank:
+            raise StallError(
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank 0 in {limit_ms} ms. Please check rank 0 logs for "
+                "faulty rank"
+            )
         if missing:
             raise StallError(
                 f"Rank{'s' * (len(missing) > 1)} {', '.join(missing)} failed to pass "
                 f"monitoredBarrier in {limit_ms} ms; every rank of the group must call it"
             )
-        store.set(barrier, "")
+        if not rank:
+            self._store.set(f"{barrier}, rank 0", "")
 
 
 def _method(name: str, form: Form) -> Callable[..., Any]:
