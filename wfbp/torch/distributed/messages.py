@@ -1,7 +1,7 @@
 """Messages between two ranks of a process group: send, receive, and receive from any source.
 
-MPI matches messages by their tags, in each sender's order. A header tells the receiver the element
-type, so that a difference of type or size is an error of the receiver.
+Each is two messages of MPI, which matches them by their tags in each sender's order: a header with
+the type and size, and the data. So a difference of type or size is an error of the receiver.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from wfbp.comm.arrays import Buffer
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.comm.mpi.transfers import NUM_TAGS
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 FIRST_TAG = 2 * NUM_TAGS
-"""MPI's tag of messages with tag 0; collectives use smaller ones."""
-_HEADER_BYTES = 64
+"""MPI's tag of headers with tag 0; collectives use smaller ones."""
 _LEFT_GRACE_S = 2.0
 
 _abandoned: list[Message] = []
@@ -42,10 +40,9 @@ class Message(Operation):
         self.peer, self.tag, self.receives = peer, tag, kind != "send"
         self.data = self.target(tensor) if self.receives else self.source(tensor)
         self.results = [tensor]
-        self.content = f"{tensor.nbytes} bytes of {tensor.dtype}"
-        content = b"" if self.receives else self.content.encode()
-        self.header = np.frombuffer(bytearray(content.ljust(_HEADER_BYTES)), np.uint8)
-        self.request: MPI.Request | None = None  # None: nothing has arrived yet
+        self.header = f"{tensor.nbytes} bytes of {tensor.dtype}"
+        self.arrived = ""  # the header of the other rank's call
+        self.requests: list[MPI.Request] = []
 
     def overtakes(self, earlier: Message) -> bool:
         """Whether both could receive the same message."""
@@ -60,15 +57,16 @@ class Messages:
         self.pending: list[Message] = []
         self._runtime, self._exchange, self._group = runtime, exchange, group
         self._mpi, self._comm = exchange.channel.mpi, exchange.channel.comm
-        self.largest_tag: int = (self._comm.Get_attr(self._mpi.TAG_UB) or 0) - FIRST_TAG
+        self.largest_tag = ((self._comm.Get_attr(self._mpi.TAG_UB) or 0) - FIRST_TAG) // 2 - 1
         self._left_since: dict[int, float] = {}
 
     def submit(self, message: Message) -> None:
         """Begin a message."""
         if message.peer is not None and not message.receives:
-            layout, tag = self._layout(message.header, message.data), FIRST_TAG + message.tag
-            message.request = self._comm.Isend([self._mpi.BOTTOM, 1, layout], message.peer, tag)
-            layout.Free()
+            tag = FIRST_TAG + 2 * message.tag
+            for part, content in enumerate((message.header.encode(), message.data)):
+                request = self._comm.Isend([content, self._mpi.BYTE], message.peer, tag + part)
+                message.requests.append(request)
         self.pending.append(message)
 
     def advance(self) -> bool:
@@ -76,16 +74,16 @@ class Messages:
         unmatched: list[Message] = []
         ended: list[tuple[Message, WfbpError | None]] = []
         for message in self.pending:
-            if message.request is None and not any(map(message.overtakes, unmatched)):
+            if not message.requests and not any(map(message.overtakes, unmatched)):
                 self._match(message)
-            if message.request is None:
+            if not message.requests:
                 unmatched.append(message)
-            if message.request is not None and message.request.Test():
+            elif self._mpi.Request.Testall(message.requests):
                 ended.append((message, self._difference(message)))
-            elif (error := self._lateness(message)) is not None:
+                continue
+            if (error := self._lateness(message)) is not None:
                 ended.append((message, error))
-                if message.request is not None:
-                    _abandoned.append(message)
+                _abandoned.extend([message] if message.requests else [])
         for message, error in ended:
             self.pending.remove(message)
             message.complete(error)
@@ -94,7 +92,7 @@ class Messages:
     def abandon(self) -> list[Message]:
         """Forget all messages, and return them."""
         pending, self.pending = self.pending, []
-        _abandoned.extend(message for message in pending if message.request is not None)
+        _abandoned.extend(message for message in pending if message.requests)
         return pending
 
     @property
@@ -103,37 +101,28 @@ class Messages:
         return not self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
 
     def _match(self, message: Message) -> None:
-        """Receive the next message that matches, of whatever type and size, once it arrives."""
-        status, tag = self._mpi.Status(), FIRST_TAG + message.tag
+        """Begin to receive the next data for a call, of whatever type and size, once its header is
+        here."""
+        status, tag = self._mpi.Status(), FIRST_TAG + 2 * message.tag
         source = self._mpi.ANY_SOURCE if message.peer is None else message.peer
         arrived = self._comm.Improbe(source, tag, status)
         if arrived is None:
             return
-        message.work.source = status.Get_source()
-        nbytes = status.Get_count(self._mpi.BYTE) - _HEADER_BYTES
-        if nbytes != message.data.nbytes:
-            message.data = np.empty(nbytes, np.uint8)
-        layout = self._layout(message.header, message.data)
-        message.request = arrived.Irecv([self._mpi.BOTTOM, 1, layout])
-        layout.Free()
-
-    def _layout(self, *parts: Buffer) -> MPI.Datatype:
-        """The bytes of several arrays as one element, at absolute addresses."""
-        addresses = [self._mpi.Get_address(part) for part in parts]
-        layout: MPI.Datatype = self._mpi.BYTE.Create_hindexed(
-            [part.nbytes for part in parts], addresses
-        )
-        layout.Commit()
-        return layout
+        header = bytearray(status.Get_count(self._mpi.BYTE))
+        arrived.Recv([header, self._mpi.BYTE])
+        message.arrived, message.work.source = header.decode(), status.Get_source()
+        if message.arrived != message.header:
+            message.data = np.empty(int(message.arrived.split()[0]), np.uint8)
+        data = [message.data, self._mpi.BYTE]
+        message.requests.append(self._comm.Irecv(data, message.work.source, tag + 1))
 
     def _difference(self, message: Message) -> DisagreementError | None:
         """The error of a call that has received another type or size than it expects."""
-        found = bytes(message.header).decode().rstrip()
-        if found == message.content:
+        if not message.receives or message.arrived == message.header:
             return None
         return DisagreementError(
-            f"{self._where(message)} expects {message.content}, but rank {message.work.source} of "
-            f"the group sends {found}; let both ranks use tensors of one type and size"
+            f"{self._where(message)} expects {message.header}, but rank {message.work.source} of "
+            f"the group sends {message.arrived}; let both ranks use tensors of one type and size"
         )
 
     def _lateness(self, message: Message) -> WfbpError | None:
