@@ -14,15 +14,31 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, combine, split, typed
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task, Watch, chunks
-from wfbp.comm.mpi.two_level import READY, REDUCED, TAKEN, WAITING, Followed, SharedFlags
+from wfbp.comm.mpi.transfers import (
+    Channel,
+    Chunking,
+    MpiWork,
+    ProgressGroup,
+    Task,
+    Watch,
+    chunks,
+)
+from wfbp.comm.mpi.two_level import (
+    READY,
+    REDUCED,
+    TAKEN,
+    WAITING,
+    FlaggedTask,
+    Followed,
+    SharedFlags,
+)
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
@@ -83,46 +99,36 @@ class Staging:
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 
 
-@dataclass(slots=True)
-class _Shared:
-    """State that the staged tasks of one group share."""
+class _Shared(NamedTuple):
+    """What the staged tasks of one group share."""
 
     staging: Staging
     flags: SharedFlags
-    channel: Channel
-    ranks: Sequence[int]  # the group's ranks as the memory numbers them
-
-    def view(self, rank: int, task: int, start: int, nbytes: int) -> Buffer:
-        """Bytes of a rank's staging buffer."""
-        offset = self.flags.offset(rank, task) + start
-        return self.staging.memory.view(self.ranks[rank], offset, nbytes)
+    group: ProgressGroup
 
 
-class _StagedTask(Task):
+class _StagedTask(FlaggedTask):
     """One chunk through staging buffers; subclasses fill this rank's and read the others'."""
 
     slot_bytes: int
 
     def __init__(self, shared: _Shared, fingerprint: int) -> None:
-        self._shared = shared
-        self._fingerprint = fingerprint
-        self._number = shared.flags.next_task()
-        self._phase = WAITING
+        super().__init__(shared.flags, shared.group)
+        self._staging, self._fingerprint = shared.staging, fingerprint
         self._slot: Buffer | None = None
 
     def start(self) -> None:
-        shared = self._shared
         if self.slot_bytes:
-            self._slot = shared.staging.take(self.slot_bytes)
+            self._slot = self._staging.take(self.slot_bytes)
             self._fill(self._slot)
-        self._publish()
+        self._publish(self._slot, self._fingerprint)
 
     def step(self) -> bool:
-        flags, number = self._shared.flags, self._number
-        if self._phase == WAITING and not self._publish():
+        flags, number = self._flags, self._number
+        if self._phase == WAITING and not self._publish(self._slot, self._fingerprint):
             return False
         if self._phase == READY:
-            if not all(flags.reached(peer, number, READY) for peer in flags.peers):
+            if not self._all_reached(READY):
                 return False
             if any(flags.note(peer, number) != self._fingerprint for peer in flags.peers):
                 self.work.mismatch = True  # the waiting thread abandons the whole channel
@@ -132,32 +138,16 @@ class _StagedTask(Task):
                 return False
         if self._phase == REDUCED and not self._read_reduced():
             return False
-        done = all(flags.reached(peer, number, TAKEN) for peer in flags.peers)
-        if done and self._slot is not None:
-            self._shared.staging.give(self._slot)
-            self._slot = None
-        return done
+        if not self._all_reached(TAKEN):
+            return False
+        if self._slot is not None:
+            self._staging.give(self._slot)
+        return True
 
     def awaited(self) -> Watch | None:
         if self._phase in (WAITING, REDUCED):
             return None
-        flags = self._shared.flags
-        return flags.watch(flags.peers, self._number, self._phase)
-
-    def _publish(self) -> bool:
-        shared = self._shared
-        offset = 0 if self._slot is None else shared.staging.memory.offset(self._slot)
-        if not shared.flags.begin(self._number, offset, self._fingerprint):
-            return False
-        self._phase = READY
-        return True
-
-    def _enter(self, phase: int) -> None:
-        if phase == TAKEN:
-            self._shared.staging.memory.check_read(self._shared.ranks)
-        self._phase = phase
-        self._shared.flags.tell(self._number, phase)
-        self._shared.channel.group.moves += 1
+        return self._flags.watch(self._flags.peers, self._number, self._phase)
 
     def _fill(self, slot: Buffer) -> None:
         """Copy this rank's part into its staging buffer."""
@@ -210,7 +200,7 @@ class _MoveTask(_StagedTask):
             slot[start : start + block.nbytes] = block
 
     def _read_ready(self) -> None:
-        result, reduction = self._incoming[self._shared.flags.rank], self._reduction
+        result, reduction = self._incoming[self._flags.rank], self._reduction
         wanted = self._incoming if reduction is None else [result] * len(self._incoming)
         pairs = [
             (place, self._block_of(peer)) for peer, place in enumerate(wanted) if place is not None
@@ -228,13 +218,13 @@ class _MoveTask(_StagedTask):
 
     def _block_of(self, peer: int) -> Buffer:
         """The block of a rank for this one, where it is."""
-        shared, number = self._shared, self._number
-        if peer == shared.flags.rank:
+        flags, number = self._flags, self._number
+        if peer == flags.rank:
             assert self._own is not None
             return self._own
-        entry = shared.view(peer, number, _ENTRY_BYTES * shared.flags.rank, _ENTRY_BYTES)
+        entry = flags.view(peer, number, _ENTRY_BYTES * flags.rank, _ENTRY_BYTES)
         start, nbytes = entry.view(np.int64).tolist()
-        return shared.view(peer, number, start, nbytes)
+        return flags.view(peer, number, start, nbytes)
 
 
 class _ReduceTask(_StagedTask):
@@ -247,17 +237,17 @@ class _ReduceTask(_StagedTask):
         item = reduction.item_bytes
         self.nbytes = self.slot_bytes = data.nbytes
         self._data, self._reduction = data, reduction
-        bounds = split(data.nbytes // item, len(shared.ranks))
+        bounds = split(data.nbytes // item, len(shared.flags.places))
         self._shards = [(start * item, stop * item) for start, stop in bounds]
         self._missing = list(shared.flags.peers)
 
     def _fill(self, slot: Buffer) -> None:
-        start, stop = self._shards[self._shared.flags.rank]
+        start, stop = self._shards[self._flags.rank]
         slot[:start] = self._data[:start]  # the own shard is combined from where it is
         slot[stop : self._data.nbytes] = self._data[stop:]
 
     def _read_ready(self) -> None:
-        me, slot = self._shared.flags.rank, self._slot
+        me, slot = self._flags.rank, self._slot
         assert slot is not None
         start, stop = self._shards[me]
         mine = self._data[start:stop]
@@ -266,7 +256,7 @@ class _ReduceTask(_StagedTask):
         self._enter(REDUCED)
 
     def _read_reduced(self) -> bool:
-        flags = self._shared.flags
+        flags = self._flags
         for peer in list(self._missing):
             if flags.reached(peer, self._number, REDUCED):
                 start, stop = self._shards[peer]
@@ -279,9 +269,9 @@ class _ReduceTask(_StagedTask):
 
     def _shard(self, rank: int, owner: int) -> Buffer:
         start, stop = self._shards[owner]
-        if rank == self._shared.flags.rank:
+        if rank == self._flags.rank:
             return self._data[start:stop]
-        return self._shared.view(rank, self._number, start, stop - start)
+        return self._flags.view(rank, self._number, start, stop - start)
 
 
 class _MessageTask(Task):
@@ -332,7 +322,7 @@ class Exchange:
     @property
     def position(self) -> int:
         """How many tasks have been made; equal on all ranks of a group without work under way."""
-        return self.channel.position + (self._shared.flags.position if self._shared else 0)
+        return self.channel.num_tags + (self._shared.flags.num_tasks if self._shared else 0)
 
     def move(
         self,
@@ -408,7 +398,7 @@ def connect_shared(
     if staging is None or min(numbers) < 0:
         return None
     flags = SharedFlags(staging.memory, channel.rank, list(zip(ranks, numbers, strict=True)))
-    return _Shared(staging, flags, channel, ranks)
+    return _Shared(staging, flags, channel.group)
 
 
 def _pieces(blocks: Blocks, index: int, count: int, item: int = 1) -> list[Buffer | None]:
