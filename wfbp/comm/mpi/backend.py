@@ -8,14 +8,13 @@ first ranks. So results do not depend on the size of a message, or on how it tra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from wfbp.comm.arrays import INTEGER, Buffer, blocks, split, typed, word_dtype
 from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill, fill_blocks
 from wfbp.comm.mpi.exchange import Exchange, Staging, connect_shared
-from wfbp.comm.mpi.library import BytesTask, LibraryTask, gather_tasks, load_transfers
+from wfbp.comm.mpi.library import BytesTask, LibraryTask, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.start import check_launch, communicator, load, unlink_segments
@@ -26,7 +25,6 @@ from wfbp.comm.mpi.transfers import (
     ChunkTask,
     MpiWork,
     ProgressGroup,
-    Task,
     chunks,
 )
 from wfbp.comm.mpi.two_level import TwoLevel
@@ -35,14 +33,6 @@ from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-class Algorithm(Enum):
-    """How a collective travels."""
-
-    TWO_LEVEL = "memory within hosts, messages between them"
-    DIRECT = "messages from every rank to every other"
-    LIBRARY = "the MPI library"
 
 
 class MpiBackend(HostBackend):
@@ -128,7 +118,7 @@ class MpiBackend(HostBackend):
         return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)
 
     def copies_segments(self, buffer: Buffer) -> bool:
-        return self._choose(Operation.ALL_REDUCE, buffer) is Algorithm.TWO_LEVEL
+        return self._levels_for(Operation.ALL_REDUCE, buffer) is not None
 
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
@@ -138,9 +128,8 @@ class MpiBackend(HostBackend):
             fill(buffer, segments)
         if self.size == 1 or data.size == 0:
             return Finished(None)
-        if self._choose(Operation.ALL_REDUCE, data, dtype, op) is Algorithm.TWO_LEVEL:
-            assert self._levels is not None
-            return self._levels.all_reduce(data, dtype, op, segments)
+        if (levels := self._levels_for(Operation.ALL_REDUCE, data, dtype, op)) is not None:
+            return levels.all_reduce(data, dtype, op, segments)
         parts = [
             (part.start // data.itemsize, typed(part.data, dtype, writeable=False))
             for part in segments
@@ -165,14 +154,13 @@ class MpiBackend(HostBackend):
         segments: Sequence[Segment] = (),
     ) -> Work[None]:
         parts = blocks(self.size, buffer, counts, dtype)
-        algorithm = self._choose(Operation.REDUCE_SCATTER, buffer, dtype, op)
-        if self.size == 1 or algorithm is Algorithm.TWO_LEVEL:
+        levels = self._levels_for(Operation.REDUCE_SCATTER, buffer, dtype, op)
+        if self.size == 1 or levels is not None:
             fill_blocks(buffer, counts, segments, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        if algorithm is Algorithm.TWO_LEVEL:
-            assert self._levels is not None
-            return self._levels.reduce_scatter(typed(buffer, dtype), parts, dtype, op)
+        if levels is not None:
+            return levels.reduce_scatter(typed(buffer, dtype), parts, dtype, op)
         sources = _per_block(parts, segments, dtype, writeable=False)
         results = [[part] for part in parts]
         return self._exchange(buffer.nbytes, sources, results, dtype, op, gathers=False)
@@ -183,26 +171,9 @@ class MpiBackend(HostBackend):
         parts = blocks(self.size, buffer, counts, "uint8")
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        algorithm = self._choose(Operation.ALL_GATHER, buffer)
-        if algorithm is Algorithm.TWO_LEVEL:
-            assert self._levels is not None
-            return self._levels.all_gather(typed(buffer, "uint8"), parts, segments)
-        if algorithm is Algorithm.DIRECT:
-            return self._exchange(buffer.nbytes, None, _per_block(parts, segments, "uint8"))
-        tasks: list[Task] = []
-        starts, end = _starts(counts), 0
-        for segment in (*segments, None):
-            # The part of the buffer up to the segment, then the segment in its own memory.
-            until = segment.start if segment else max(counts)
-            here = [max(0, min(count, until) - end) for count in counts]
-            places = [start + end for start in starts]
-            tasks += gather_tasks(self._channel, typed(buffer, "uint8"), places, self._cut(here, 1))
-            if segment:
-                data = typed(segment.data, "uint8")
-                bounds = self._cut(segment.counts, 1)
-                tasks += gather_tasks(self._channel, data, _starts(segment.counts), bounds)
-                end = segment.start + max(segment.counts)
-        return self._channel.submit(sum(task.nbytes for task in tasks), tasks)
+        if (levels := self._levels_for(Operation.ALL_GATHER, buffer)) is not None:
+            return levels.all_gather(typed(buffer, "uint8"), parts, segments)
+        return self._exchange(buffer.nbytes, None, _per_block(parts, segments, "uint8"))
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         data = typed(buffer, "uint8")
@@ -274,9 +245,8 @@ class MpiBackend(HostBackend):
             staging = self._staging if set(ranks) <= set(here) else None
             places = [here.index(rank) for rank in ranks] if staging else []
             shared = connect_shared(staging, made._channel, places) if made.size > 1 else None
-            mailbox = PointToPoint(self._mpi, self._own(made._comm))
         chunk_bytes = made._topology.chunking.chunk_bytes
-        return Exchange(made, made._channel, mailbox, shared, chunk_bytes, ranks)
+        return Exchange(made, made._channel, shared, chunk_bytes, ranks)
 
     def mailbox(self) -> Mailbox:
         with translating(self._mpi, self._who, "no mailbox could be made"):
@@ -318,25 +288,22 @@ class MpiBackend(HostBackend):
         with translating(self._mpi, self._who, "closing failed"):
             self._comm.Free()
 
-    def _choose(
+    def _levels_for(
         self, operation: Operation, buffer: Buffer, dtype: str = "uint8", op: Op = Op.SUM
-    ) -> Algorithm:
-        """The collective's algorithm; the library's all-gather moves data, and adds nothing."""
+    ) -> TwoLevel | None:
+        """Two levels if a collective takes them; None: messages from every rank to every other."""
         levels, chunking = self._levels, self._topology.chunking
-        if levels is not None:
-            here, reduces = levels.memory.holds(buffer), operation is Operation.ALL_REDUCE
-            if not levels.between_hosts:
-                # A few ranks exchange small messages in less time.
-                small = buffer.nbytes * (self.size - 1) <= chunking.small_bytes
-                wanted = here and reduces and not (small and self.size <= chunking.direct_ranks)
-            else:  # by one way whatever the size, so that sums have one order
-                # Integers are averaged as 64 bits, which parts of other hosts do not have.
-                wanted = (here or reduces) and not (dtype in INTEGER and op is Op.AVERAGE)
-            if wanted:
-                return Algorithm.TWO_LEVEL
-        if operation is Operation.ALL_GATHER and self.size > chunking.direct_ranks:
-            return Algorithm.LIBRARY
-        return Algorithm.DIRECT
+        if levels is None:
+            return None
+        here, reduces = levels.memory.holds(buffer), operation is Operation.ALL_REDUCE
+        if not levels.between_hosts:
+            # A few ranks exchange small messages in less time.
+            small = buffer.nbytes * (self.size - 1) <= chunking.small_bytes
+            wanted = here and reduces and not (small and self.size <= chunking.direct_ranks)
+        else:  # by one way whatever the size, so that sums have one order
+            # Integers are averaged as 64 bits, which parts of other hosts do not have.
+            wanted = (here or reduces) and not (dtype in INTEGER and op is Op.AVERAGE)
+        return levels if wanted else None
 
     def _exchange(
         self,

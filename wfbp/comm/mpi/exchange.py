@@ -14,20 +14,35 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, combine, split, typed
-from wfbp.comm.backend import Finished, Work
+from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task, Watch
-from wfbp.comm.mpi.two_level import READY, REDUCED, TAKEN, WAITING, Followed, SharedFlags
+from wfbp.comm.mpi.transfers import (
+    Channel,
+    Chunking,
+    MpiWork,
+    ProgressGroup,
+    Task,
+    Watch,
+    chunks,
+)
+from wfbp.comm.mpi.two_level import (
+    READY,
+    REDUCED,
+    TAKEN,
+    WAITING,
+    FlaggedTask,
+    Followed,
+    SharedFlags,
+)
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
     from wfbp.comm.mpi.backend import MpiBackend
-    from wfbp.comm.mpi.messages import PointToPoint
 
 STAGED = Chunking(chunk_bytes=2 << 20, window_bytes=8 << 20)
 """Chunks that stay in a core's cache; several, because a rank may wait for its core."""
@@ -72,7 +87,6 @@ class Staging:
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
         self._free: dict[int, list[Buffer]] = {}
-        self._kept: list[Buffer] = []
 
     def take(self, nbytes: int) -> Buffer:
         """A buffer of at least this size."""
@@ -84,51 +98,37 @@ class Staging:
         """Reuse a buffer that no rank reads any more."""
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 
-    def keep(self, buffer: Buffer) -> None:
-        """Never reuse or free a buffer that other ranks may still read."""
-        self._kept.append(buffer)
 
-
-@dataclass(slots=True)
-class _Shared:
-    """State that the staged tasks of one group share."""
+class _Shared(NamedTuple):
+    """What the staged tasks of one group share."""
 
     staging: Staging
     flags: SharedFlags
-    channel: Channel
-    ranks: Sequence[int]  # the group's ranks as the memory numbers them
-
-    def view(self, rank: int, task: int, start: int, nbytes: int) -> Buffer:
-        """Bytes of a rank's staging buffer."""
-        offset = self.flags.offset(rank, task) + start
-        return self.staging.memory.view(self.ranks[rank], offset, nbytes)
+    group: ProgressGroup
 
 
-class _StagedTask(Task):
+class _StagedTask(FlaggedTask):
     """One chunk through staging buffers; subclasses fill this rank's and read the others'."""
 
     slot_bytes: int
 
     def __init__(self, shared: _Shared, fingerprint: int) -> None:
-        self._shared = shared
-        self._fingerprint = fingerprint
-        self._number = shared.flags.next_task()
-        self._phase = WAITING
+        super().__init__(shared.flags, shared.group)
+        self._staging, self._fingerprint = shared.staging, fingerprint
         self._slot: Buffer | None = None
 
     def start(self) -> None:
-        shared = self._shared
         if self.slot_bytes:
-            self._slot = shared.staging.take(self.slot_bytes)
+            self._slot = self._staging.take(self.slot_bytes)
             self._fill(self._slot)
-        self._publish()
+        self._publish(self._slot, self._fingerprint)
 
     def step(self) -> bool:
-        flags, number = self._shared.flags, self._number
-        if self._phase == WAITING and not self._publish():
+        flags, number = self._flags, self._number
+        if self._phase == WAITING and not self._publish(self._slot, self._fingerprint):
             return False
         if self._phase == READY:
-            if not all(flags.reached(peer, number, READY) for peer in flags.peers):
+            if not self._all_reached(READY):
                 return False
             if any(flags.note(peer, number) != self._fingerprint for peer in flags.peers):
                 self.work.mismatch = True  # the waiting thread abandons the whole channel
@@ -138,36 +138,16 @@ class _StagedTask(Task):
                 return False
         if self._phase == REDUCED and not self._read_reduced():
             return False
-        done = all(flags.reached(peer, number, TAKEN) for peer in flags.peers)
-        if done and self._slot is not None:
-            self._shared.staging.give(self._slot)
-            self._slot = None
-        return done
+        if not self._all_reached(TAKEN):
+            return False
+        if self._slot is not None:
+            self._staging.give(self._slot)
+        return True
 
     def awaited(self) -> Watch | None:
         if self._phase in (WAITING, REDUCED):
             return None
-        flags = self._shared.flags
-        return flags.watch(flags.peers, self._number, self._phase)
-
-    def abandon(self) -> None:
-        if self._slot is not None:
-            self._shared.staging.keep(self._slot)
-
-    def _publish(self) -> bool:
-        shared = self._shared
-        offset = 0 if self._slot is None else shared.staging.memory.offset(self._slot)
-        if not shared.flags.begin(self._number, offset, self._fingerprint):
-            return False
-        self._phase = READY
-        return True
-
-    def _enter(self, phase: int) -> None:
-        if phase == TAKEN:
-            self._shared.staging.memory.check_read(self._shared.ranks)
-        self._phase = phase
-        self._shared.flags.tell(self._number, phase)
-        self._shared.channel.group.moves += 1
+        return self._flags.watch(self._flags.peers, self._number, self._phase)
 
     def _fill(self, slot: Buffer) -> None:
         """Copy this rank's part into its staging buffer."""
@@ -182,7 +162,8 @@ class _StagedTask(Task):
 
 
 class _MoveTask(_StagedTask):
-    """Blocks from every rank to every rank, copied or combined into ``reduced``.
+    """Blocks from every rank to every rank. With a reduction, those for this rank are combined into
+    its own incoming block, if it has one.
 
     A staging buffer starts with the offset and the size of the block for each rank. A block that
     goes to several ranks is copied once.
@@ -194,12 +175,11 @@ class _MoveTask(_StagedTask):
         fingerprint: int,
         outgoing: Blocks,
         incoming: Blocks,
-        reduction: Reduction | None = None,
-        own: Buffer | None = None,
-        result: Buffer | None = None,
+        reduction: Reduction | None,
     ) -> None:
         super().__init__(shared, fingerprint)
-        self._incoming, self._reduction, self._own, self._result = incoming, reduction, own, result
+        self._incoming, self._reduction = incoming, reduction
+        self._own = outgoing[shared.flags.rank]
         end = _ENTRY_BYTES * len(outgoing)
         self._table = np.zeros((len(outgoing), 2), np.int64)
         self._parts: dict[int, tuple[int, Buffer]] = {}
@@ -212,7 +192,7 @@ class _MoveTask(_StagedTask):
             self._table[rank] = self._parts[id(block)][0], block.nbytes
         self.slot_bytes = end if self._parts else 0
         received = sum(block.nbytes for block in incoming if block is not None)
-        self.nbytes = max(end, received)
+        self.nbytes = max(end, received if reduction is None else received * len(incoming))
 
     def _fill(self, slot: Buffer) -> None:
         slot[: self._table.nbytes] = self._table.reshape(-1).view(np.uint8)
@@ -220,31 +200,31 @@ class _MoveTask(_StagedTask):
             slot[start : start + block.nbytes] = block
 
     def _read_ready(self) -> None:
-        shards: list[Buffer] = []
-        for peer, block in enumerate(self._incoming):
-            if peer == self._shared.flags.rank:
-                if self._own is not None:
-                    shards.append(self._own)
-            elif block is not None:
-                arrived = self._block_of(peer)
-                if arrived.nbytes != block.nbytes:
-                    self.work.mismatch = True
-                    return
-                if self._reduction is not None:
-                    shards.append(arrived)
-                else:
-                    block[:] = arrived
-        if self._reduction is not None and self._result is not None:
-            self._reduction(shards, self._result)
+        result, reduction = self._incoming[self._flags.rank], self._reduction
+        wanted = self._incoming if reduction is None else [result] * len(self._incoming)
+        pairs = [
+            (place, self._block_of(peer)) for peer, place in enumerate(wanted) if place is not None
+        ]
+        if any(place.nbytes != block.nbytes for place, block in pairs):
+            self.work.mismatch = True
+            return
+        if reduction is None:
+            for place, block in pairs:
+                place[:] = block
+        elif result is not None:
+            reduction([block for _, block in pairs], result)
         self._enter(TAKEN)
         self._incoming = ()
 
     def _block_of(self, peer: int) -> Buffer:
         """The block of a rank for this one, where it is."""
-        shared, number = self._shared, self._number
-        entry = shared.view(peer, number, _ENTRY_BYTES * shared.flags.rank, _ENTRY_BYTES)
+        flags, number = self._flags, self._number
+        if peer == flags.rank:
+            assert self._own is not None
+            return self._own
+        entry = flags.view(peer, number, _ENTRY_BYTES * flags.rank, _ENTRY_BYTES)
         start, nbytes = entry.view(np.int64).tolist()
-        return shared.view(peer, number, start, nbytes)
+        return flags.view(peer, number, start, nbytes)
 
 
 class _ReduceTask(_StagedTask):
@@ -257,17 +237,17 @@ class _ReduceTask(_StagedTask):
         item = reduction.item_bytes
         self.nbytes = self.slot_bytes = data.nbytes
         self._data, self._reduction = data, reduction
-        bounds = split(data.nbytes // item, len(shared.ranks))
+        bounds = split(data.nbytes // item, len(shared.flags.places))
         self._shards = [(start * item, stop * item) for start, stop in bounds]
         self._missing = list(shared.flags.peers)
 
     def _fill(self, slot: Buffer) -> None:
-        start, stop = self._shards[self._shared.flags.rank]
+        start, stop = self._shards[self._flags.rank]
         slot[:start] = self._data[:start]  # the own shard is combined from where it is
         slot[stop : self._data.nbytes] = self._data[stop:]
 
     def _read_ready(self) -> None:
-        me, slot = self._shared.flags.rank, self._slot
+        me, slot = self._flags.rank, self._slot
         assert slot is not None
         start, stop = self._shards[me]
         mine = self._data[start:stop]
@@ -276,7 +256,7 @@ class _ReduceTask(_StagedTask):
         self._enter(REDUCED)
 
     def _read_reduced(self) -> bool:
-        flags = self._shared.flags
+        flags = self._flags
         for peer in list(self._missing):
             if flags.reached(peer, self._number, REDUCED):
                 start, stop = self._shards[peer]
@@ -289,9 +269,9 @@ class _ReduceTask(_StagedTask):
 
     def _shard(self, rank: int, owner: int) -> Buffer:
         start, stop = self._shards[owner]
-        if rank == self._shared.flags.rank:
+        if rank == self._flags.rank:
             return self._data[start:stop]
-        return self._shared.view(rank, self._number, start, stop - start)
+        return self._flags.view(rank, self._number, start, stop - start)
 
 
 class _MessageTask(Task):
@@ -304,6 +284,9 @@ class _MessageTask(Task):
 
     def start(self) -> None:
         channel, messages = self._channel, []
+        own, place = self._outgoing[channel.rank], self._incoming[channel.rank]
+        if own is not None and place is not None:
+            place[:] = own
         for arrives, blocks in ((True, self._incoming), (False, self._outgoing)):
             for peer in channel.peers:
                 block = blocks[peer]
@@ -323,16 +306,15 @@ class Exchange:
         self,
         backend: MpiBackend,
         channel: Channel,
-        mailbox: PointToPoint,
         shared: _Shared | None,
         chunk_bytes: int,
         ranks: Sequence[int],
     ) -> None:
-        self.backend, self.mailbox, self.ranks = backend, mailbox, tuple(ranks)
+        self.backend, self.channel, self.ranks = backend, channel, tuple(ranks)
         self.rank, self.size = backend.rank, backend.size
         self.checks = shared is not None
         """Whether ranks compare the fingerprints of all operations."""
-        self._channel, self._shared, self._chunk_bytes = channel, shared, chunk_bytes
+        self._shared, self._chunk_bytes = shared, chunk_bytes
         if shared is not None:
             self._chunk_bytes = STAGED.chunk_bytes
             channel.window = STAGED
@@ -340,77 +322,45 @@ class Exchange:
     @property
     def position(self) -> int:
         """How many tasks have been made; equal on all ranks of a group without work under way."""
-        return self._channel.position + (self._shared.flags.position if self._shared else 0)
-
-    def _num_chunks(self, nbytes: int) -> int:
-        """Chunks for a collective whose largest part has this size."""
-        return max(1, -(-nbytes // self._chunk_bytes))
+        return self.channel.num_tags + (self._shared.flags.num_tasks if self._shared else 0)
 
     def move(
-        self, outgoing: Blocks, incoming: Blocks, fingerprint: int, in_chunks: bool = True
+        self,
+        outgoing: Blocks,
+        incoming: Blocks,
+        fingerprint: int,
+        reduction: Reduction | None = None,
+        in_chunks: bool = True,
     ) -> Work[None]:
-        """Send each rank its block and receive its block for this rank.
+        """Send each rank its block, and receive a block from each. With a reduction, all blocks for
+        this rank are combined into its own incoming block; None: it wants no result.
 
         In chunks only if all blocks have one size, or every rank knows those of all.
         """
         blocks = [block for block in (*outgoing, *incoming) if block is not None]
         largest = max((block.nbytes for block in blocks), default=0)
-        own, place = outgoing[self.rank], incoming[self.rank]
-        if own is not None and place is not None:
-            place[:] = own
-        return self._move(
-            outgoing, incoming, self._num_chunks(largest) if in_chunks else 1, fingerprint
-        )
-
-    def _move(
-        self, outgoing: Blocks, incoming: Blocks, num_chunks: int, fingerprint: int
-    ) -> Work[None]:
-        tasks: list[Task] = []
-        if self.size == 1:
-            return Finished(None)
-        for index in range(num_chunks):
-            sent = _pieces(outgoing, index, num_chunks)
-            received = _pieces(incoming, index, num_chunks)
-            if self._shared is not None:
-                tasks.append(_MoveTask(self._shared, fingerprint, sent, received))
-            else:
-                tasks.append(_MessageTask(self._channel, sent, received))
-        return self._submit(tasks)
-
-    def reduce_scatter(
-        self, blocks: Blocks, result: Buffer | None, reduction: Reduction, fingerprint: int
-    ) -> Work[None]:
-        """Combine every rank's block for this rank into ``result``; None: this rank has none.
-
-        Blocks are for their ranks; one that all ranks want may be given to several.
-        """
-        largest = max((block.nbytes for block in blocks if block is not None), default=0)
-        one_for_all = len({id(block) for block in blocks if block is not None}) <= 1
-        count = self._num_chunks(largest * (1 if one_for_all else len(blocks)))
-        if self._shared is None:
-            return self._combine_messages(blocks, result, reduction, count)
+        if (
+            reduction is not None
+            and len({id(block) for block in outgoing if block is not None}) > 1
+        ):
+            largest *= self.size  # a block of its own for each rank
+        count = max(1, -(-largest // self._chunk_bytes)) if in_chunks else 1
+        item = 1 if reduction is None else reduction.item_bytes
+        arriving, result = list(incoming), incoming[self.rank]
+        if self._shared is None and reduction is not None and result is not None:
+            arriving = [np.empty(result.nbytes, np.uint8) for _ in incoming]
         tasks: list[Task] = []
         for index in range(count):
-            sent = _pieces(blocks, index, count, reduction.item_bytes)
-            own = sent[self.rank]
-            wanted: Blocks = [own if result is not None else None] * self.size
-            place = _pieces([result], index, count, reduction.item_bytes)[0]
-            tasks.append(_MoveTask(self._shared, fingerprint, sent, wanted, reduction, own, place))
-        return self._submit(tasks)
-
-    def _combine_messages(
-        self, blocks: Blocks, result: Buffer | None, reduction: Reduction, count: int
-    ) -> Work[None]:
-        arriving: list[Buffer | None] = [None] * self.size
-        if result is not None:
-            arriving = [np.empty(result.nbytes, np.uint8) for _ in range(self.size)]
-            arriving[self.rank] = blocks[self.rank]
-
-        def finish() -> None:
-            if result is not None:
-                reduction([block for block in arriving if block is not None], result)
-
-        return Followed(self._move(blocks, arriving, count, 0), finish)
+            sent = _pieces(outgoing, index, count, item)
+            received = _pieces(arriving, index, count, item)
+            if self._shared is not None:
+                tasks.append(_MoveTask(self._shared, fingerprint, sent, received, reduction))
+            else:
+                tasks.append(_MessageTask(self.channel, sent, received))
+        work = self._submit(tasks)
+        if self._shared is not None or reduction is None or result is None:
+            return work
+        return Followed(work, lambda: reduction([b for b in arriving if b is not None], result))
 
     def all_reduce(self, data: Buffer, reduction: Reduction, fingerprint: int) -> Work[None]:
         """Combine ``data`` over all ranks, in place."""
@@ -418,25 +368,24 @@ class Exchange:
             dtype = reduction.dtype
             return self.backend.all_reduce(typed(data, dtype), dtype, reduction.op)
         if self._shared is None or data.nbytes <= SMALL_BYTES:
-            return self.reduce_scatter([data] * self.size, data, reduction, fingerprint)
+            place = [data if rank == self.rank else None for rank in range(self.size)]
+            return self.move([data] * self.size, place, fingerprint, reduction)
         shared, item = self._shared, reduction.item_bytes
         return self._submit(
             [
                 _ReduceTask(shared, fingerprint, data[start * item : stop * item], reduction)
-                for start, stop in split(data.nbytes // item, self._num_chunks(data.nbytes))
+                for start, stop in chunks(data.nbytes // item, item, self._chunk_bytes)
             ]
         )
 
     def abandon(self) -> None:
         """Forget everything under way; its memory is never reused."""
-        for task in self._channel.abandon():
-            if isinstance(task, _StagedTask):
-                task.abandon()
-            # MPI may still write to the memory of messages.
+        for task in self.channel.abandon():
+            # Other ranks may still read its staging buffer, or MPI write to its memory.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
     def _submit(self, tasks: Sequence[Task]) -> MpiWork[None]:
-        work: MpiWork[Any] = self._channel.submit(sum(task.nbytes for task in tasks), tasks)
+        work: MpiWork[Any] = self.channel.submit(sum(task.nbytes for task in tasks), tasks)
         return work
 
 
@@ -449,7 +398,7 @@ def connect_shared(
     if staging is None or min(numbers) < 0:
         return None
     flags = SharedFlags(staging.memory, channel.rank, list(zip(ranks, numbers, strict=True)))
-    return _Shared(staging, flags, channel, ranks)
+    return _Shared(staging, flags, channel.group)
 
 
 def _pieces(blocks: Blocks, index: int, count: int, item: int = 1) -> list[Buffer | None]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wfbp import native
-from wfbp.comm.arrays import Buffer
 from wfbp.comm.mpi.transfers import Channel, Task
 from wfbp.errors import BackendError
 
@@ -33,30 +32,6 @@ class LibraryTask(Task):
         self._request = self.begin()
         handle = self.channel.mpi._handleof(self._request)
         self.transfer = self.channel.group.transfers.adopt(handle)
-
-
-def gather_tasks(
-    channel: Channel,
-    whole: Buffer,
-    starts: Sequence[int],
-    chunks: Sequence[Sequence[tuple[int, int]]],
-) -> list[Task]:
-    """All-gathers by the library: chunks have the bounds, in bytes, of each rank's part, which
-    begins at its start."""
-    mpi = channel.mpi
-    tasks: list[Task] = []
-    for bounds in chunks:
-        here = [stop - start for start, stop in bounds]
-        places = [first + start for first, (start, _) in zip(starts, bounds, strict=True)]
-        spec = [whole, here, places, mpi.BYTE]
-        tasks.append(
-            LibraryTask(
-                channel,
-                sum(here),
-                lambda spec=spec: channel.comm.Iallgatherv(mpi.IN_PLACE, spec),  # type: ignore[misc]
-            )
-        )
-    return tasks
 
 
 class BytesTask(Task):

@@ -54,7 +54,7 @@ class Chunking:
     window_tasks: int = 8
     # A rank sends its whole contribution to all others, if that is no more: one exchange, not two.
     small_bytes: int = 64 << 10
-    # Up to this many ranks all-gather by direct exchange.
+    # Up to this many ranks of a host all-reduce small messages directly.
     direct_ranks: int = 16
 
 
@@ -210,14 +210,14 @@ class Channel:
         self.free_scratch: list[Buffer] = []
         self.window = window
         self._active_bytes = 0
-        self._sequence = 0
+        self.num_tags = 0
         group.channels.append(self)
 
     def next_tag(self) -> int:
         """An unused tag (the one after it is unused too); the same on every rank."""
         # Wrapping around is safe: a task this old is over on every rank before this one starts.
-        self._sequence += 1
-        return 2 * (self._sequence % NUM_TAGS)
+        self.num_tags += 1
+        return 2 * (self.num_tags % NUM_TAGS)
 
     def submit(
         self, nbytes: int, tasks: Sequence[Task], value: Callable[[], Any] = lambda: None
@@ -252,11 +252,6 @@ class Channel:
             if task.scratch is not None:
                 self.free_scratch.append(task.scratch)
         self._fill()
-
-    @property
-    def position(self) -> int:
-        """How many tags have been used."""
-        return self._sequence
 
     def abandon(self) -> list[Task]:
         """Forget everything under way, and return what may still use its memory."""

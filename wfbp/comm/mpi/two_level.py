@@ -26,7 +26,7 @@ from wfbp.comm.arrays import HALF, Buffer, blocks, reduction, split, typed
 from wfbp.comm.backend import Segment, Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
-from wfbp.comm.mpi.transfers import Channel, Message, Task, Watch, chunks
+from wfbp.comm.mpi.transfers import Channel, Message, ProgressGroup, Task, Watch, chunks
 from wfbp.core.types import Op
 from wfbp.native import copy, reduce_shards
 
@@ -52,23 +52,19 @@ class SharedFlags:
     """
 
     def __init__(self, memory: SharedMemory, rank: int, places: Sequence[tuple[int, int]]) -> None:
-        self.rank = rank
+        self.rank, self.memory = rank, memory
         self.peers = [(rank + step) % len(places) for step in range(1, len(places))]
+        self.places = [at for at, _ in places]
         # Items of memoryviews are read in half the time of those of arrays.
         starts = [(at, (number + 1) * _FLAG_SET_BYTES) for at, number in places]
         self._words: list[Any] = memory.views(starts, _FLAG_SET_BYTES)
         self._words[:] = [memoryview(view.view(np.int64)) for view in self._words]  # type: ignore
-        self._num_tasks = 0
+        self.num_tasks = 0
 
     def next_task(self) -> int:
         """A number for a task."""
-        self._num_tasks += 1
-        return self._num_tasks
-
-    @property
-    def position(self) -> int:
-        """How many tasks have been numbered."""
-        return self._num_tasks
+        self.num_tasks += 1
+        return self.num_tasks
 
     def begin(self, task: int, offset: int, note: int = 0) -> bool:
         """Publish the offset of this rank's contribution; False, publishing nothing, if a rank may
@@ -102,10 +98,37 @@ class SharedFlags:
         note: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 2]
         return note
 
-    def offset(self, rank: int, task: int) -> int:
-        """The offset of a rank's contribution; valid once it is READY."""
-        offset: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 1]
-        return offset
+    def view(self, rank: int, task: int, start: int, nbytes: int) -> Buffer:
+        """Bytes of a rank's contribution, once it is READY."""
+        offset = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 1]
+        return self.memory.view(self.places[rank], offset + start, nbytes)
+
+
+class FlaggedTask(Task):
+    """A task that moves from phase to phase, which the ranks of a host see in flags."""
+
+    def __init__(self, flags: SharedFlags, group: ProgressGroup) -> None:
+        self._flags, self._group = flags, group
+        self._number = flags.next_task()
+        self._phase = WAITING
+
+    def _publish(self, buffer: Buffer | None, note: int = 0) -> bool:
+        """Tell where this rank's contribution is; False if there is no row for that yet."""
+        offset = 0 if buffer is None else self._flags.memory.offset(buffer)
+        if self._flags.begin(self._number, offset, note):
+            self._phase = READY
+        return self._phase == READY
+
+    def _enter(self, phase: int) -> None:
+        if phase == TAKEN:  # from now on the other ranks may overwrite their memory
+            self._flags.memory.check_read(self._flags.places)
+        self._phase = phase
+        self._flags.tell(self._number, phase)
+        self._group.moves += 1
+
+    def _all_reached(self, phase: int) -> bool:
+        flags = self._flags
+        return all(flags.reached(peer, self._number, phase) for peer in flags.peers)
 
 
 class Part(NamedTuple):
@@ -120,7 +143,7 @@ Bounds = Sequence[tuple[int, int]]
 """First and last element of each rank's block, relative to a chunk."""
 
 
-class TwoLevelTask(Task):
+class TwoLevelTask(FlaggedTask):
     """One chunk of a collective, in place; ``parts`` are in separate memory, ascending."""
 
     def __init__(
@@ -134,13 +157,12 @@ class TwoLevelTask(Task):
         reduces: bool = True,
         gathers: bool = True,
     ) -> None:
+        super().__init__(levels.flags, levels.channel.group)
         self.nbytes = sum(stop - start for start, stop in bounds) * chunk.itemsize
-        self._levels, self._memory, self._flags = levels, levels.memory, levels.flags
+        self._levels, self._memory = levels, levels.memory
         self._chunk, self._bounds, self._parts = chunk, bounds, parts
         self._dtype, self._op = dtype, op
         self._reduces, self._gathers = reduces, gathers
-        self._number = self._flags.next_task()
-        self._phase = WAITING
         self._is_combined = False
         self._sent: native.Transfer | None = None  # the messages between hosts
         self._missing = self._flags.peers
@@ -155,11 +177,11 @@ class TwoLevelTask(Task):
         for start, data, _ in self._parts:
             if memory.offset(data) != offset + start * chunk.itemsize:
                 chunk[start : start + data.size] = data
-        self._publish()
+        self._publish(chunk)
 
     def step(self) -> bool:
         flags, number = self._flags, self._number
-        if self._phase == WAITING and not self._publish():
+        if self._phase == WAITING and not self._publish(self._chunk):
             return False
         if self._phase == READY and not self._reduce():
             return False
@@ -173,7 +195,7 @@ class TwoLevelTask(Task):
             self._enter_taken()
         if self._sent is not None and not self._sent.done:
             return False
-        return all(flags.reached(peer, number, TAKEN) for peer in flags.peers)
+        return self._all_reached(TAKEN)
 
     def awaited(self) -> Watch | None:
         flags, phase = self._flags, self._phase
@@ -185,17 +207,12 @@ class TwoLevelTask(Task):
             return None
         return flags.watch(flags.peers, self._number, phase)
 
-    def _publish(self) -> bool:
-        if self._flags.begin(self._number, self._memory.offset(self._chunk)):
-            self._phase = READY
-        return self._phase == READY
-
     def _reduce(self) -> bool:
         """Combine this rank's blocks; True, in a later phase, if that is done on all hosts."""
         flags, levels = self._flags, self._levels
         if not self._is_combined:
             if self._reduces:
-                if not all(flags.reached(peer, self._number, READY) for peer in flags.peers):
+                if not self._all_reached(READY):
                     return False
                 self._combine()
             self._is_combined = True
@@ -266,14 +283,8 @@ class TwoLevelTask(Task):
         )
 
     def _enter_taken(self) -> None:
-        self._memory.check_read(self._flags.peers)
-        self._enter(TAKEN)  # from now on the other ranks may overwrite their memory
+        self._enter(TAKEN)
         self._parts = ()
-
-    def _enter(self, phase: int) -> None:
-        self._phase = phase
-        self._flags.tell(self._number, phase)
-        self._levels.channel.group.moves += 1
 
     def _block(self, place: int, owner: int) -> Buffer:
         """The owner's block in the memory of a rank of this host."""
@@ -281,8 +292,8 @@ class TwoLevelTask(Task):
         if place == self._flags.rank:
             return self._chunk[start:stop]
         item = self._chunk.itemsize
-        offset = self._flags.offset(place, self._number) + start * item
-        return self._memory.view(place, offset, (stop - start) * item).view(self._chunk.dtype)
+        data = self._flags.view(place, self._number, start * item, (stop - start) * item)
+        return data.view(self._chunk.dtype)
 
     def _deliver(self, place: int) -> None:
         """Copy an agent's blocks to their destinations on this rank."""

@@ -12,9 +12,11 @@ class LaneProtocol(Protocol):
     """Moves communication of one kind on; everything is used under the progress lock."""
 
     backend: Backend
-    polls: bool
-    """Whether it looks for more than the backend's works, such as messages of other ranks or events
-    of a device: the loop then never sleeps in the backend."""
+
+    @property
+    def polls(self) -> bool:
+        """Whether it looks for more than the backend's works, such as messages of other ranks or
+        events of a device: the loop then never sleeps in the backend."""
 
     def advance(self) -> bool:
         """Move on; True if something was started or completed."""

@@ -3,7 +3,7 @@
 Under ``mpirun``, ``wfbprun`` or ``srun`` no address, port or rank is needed. In reading order:
 ``rendezvous`` (store and ranks), ``groups`` (making groups), ``process_group`` (what PyTorch
 calls), ``operations`` and ``tensors`` (what ranks exchange), ``work`` (what callers wait for),
-``lane``, ``messages`` and ``inquiry`` (the communication thread's side).
+``lane`` and ``messages`` (the communication thread's side).
 
 Example:
     >>> import torch, torch.distributed as dist
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -38,7 +37,7 @@ def register() -> None:
         return
     # PyTorch offers these two for a fixed list of backends.
     _extend("monitored_barrier", "group", ProcessGroup.monitored_barrier)
-    _extend("split_group", "parent_pg", _split_group)
+    _extend("split_group", "parent_pg", ProcessGroup.split)
 
 
 def _extend(name: str, key: str, own: Callable[..., Any]) -> None:
@@ -55,20 +54,6 @@ def _extend(name: str, key: str, own: Callable[..., Any]) -> None:
 
     setattr(distributed_c10d, name, function)
     setattr(dist, name, function)
-
-
-def _split_group(
-    group: ProcessGroup,
-    split_ranks: list[list[int]] | None = None,
-    timeout: timedelta | None = None,
-    pg_options: Any = None,
-    group_desc: str | None = None,
-    backend: Any = None,
-) -> dist.ProcessGroup | None:
-    if not split_ranks or any(len(set(ranks)) != len(ranks) or not ranks for ranks in split_ranks):
-        raise ValueError(f"split_ranks is {split_ranks}; expected lists of different ranks")
-    mine = next((ranks for ranks in split_ranks if group.rank() in ranks), None)
-    return None if mine is None else group.split_group(sorted(mine), timeout, group_desc=group_desc)
 
 
 register()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from wfbp.comm.backend import Work
+from torch._C._distributed_c10d import PrefixStore, Store
+
 from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.errors import BackendError, StallError
@@ -19,11 +21,8 @@ from wfbp.torch.distributed.lane import NOTICE
 from wfbp.torch.distributed.process_group import ProcessGroup
 from wfbp.torch.distributed.work import future_waits
 
-_ARRIVAL = "process group wanted"
 _NUM_TAGS = 1 << 15
-
-Positions = dict[str, int]
-"""How far groups that were destroyed had come, by their keys."""
+_LOOK_S = 1e-3
 
 _groups: Groups | None = None
 
@@ -41,8 +40,7 @@ def create(options: Any, _: object = None) -> ProcessGroup:
 class Groups:
     """The process groups of one runtime.
 
-    Any training thread may call :meth:`make`; the notices of other ranks come under the progress
-    lock.
+    Any training thread may call :meth:`make`; the rest runs under the progress lock.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -59,12 +57,8 @@ class Groups:
         self._world = 0
         self._made: Counter[tuple[int, ...]] = Counter()
         self._open: dict[str, ProcessGroup] = {}
-        # Of groups that were destroyed, by their ranks: communicators, and how far they came.
-        self._idle: defaultdict[tuple[int, ...], dict[str, tuple[Exchange, int]]]
-        self._idle = defaultdict(dict)
-        # What the members of a group that is being made have told.
-        self._arrived: defaultdict[str, dict[int, Positions]] = defaultdict(dict)
-        self._loop.handle_notices(_ARRIVAL, self._hear_arrival)
+        # Communicators of groups that were destroyed, by their ranks.
+        self._idle: defaultdict[tuple[int, ...], dict[str, Exchange]] = defaultdict(dict)
         self._loop.handle_notices(NOTICE, self._hear)
         if not backend.progresses_alone:  # else naps do not delay the data
             self._loop.is_awaited = future_waits.is_blocked
@@ -76,14 +70,13 @@ class Groups:
             self._number_ranks(options.group_rank, options.group_size)
             members = list(range(options.group_size))
         ranks = tuple(self._numbers[member] for member in members)
-        # The group's name is of no use: PyTorch counts this rank's other groups in it.
         self._made[ranks] += 1
         who = "all ranks" if len(ranks) == self.runtime.size else f"ranks {list(ranks)}"
         key = f"process group {self._world}.{self._made[ranks]} of {who}"
-        exchange = self._exchange(key, ranks, options.timeout)
-        group = ProcessGroup(
-            self.runtime, exchange, key, options.timeout, options.store, self._closed
-        )
+        # Not by PyTorch's name of the group: it counts this rank's other groups.
+        store = PrefixStore(f"{key}/", options.store._underlying_non_prefix_store)
+        exchange = self._exchange(key, ranks, options.timeout, store)
+        group = ProcessGroup(self.runtime, exchange, key, options.timeout, store, self._closed)
         self._open[key] = group
         return group
 
@@ -108,35 +101,30 @@ class Groups:
         self._world = 1 + max(int(world) for _, world in told)
         self._made.clear()
 
-    def _exchange(self, key: str, ranks: tuple[int, ...], timeout: timedelta) -> Exchange:
-        """The communicators of a group, once all of its ranks want it."""
-        idle = {old: position for old, (_, position) in self._idle[ranks].items()}
-        deadline_s = time.monotonic() + timeout.total_seconds()
-
-        def begin() -> _Arrival:
-            self._hear_arrival(self.runtime.rank, {"group": key, "idle": idle})
-            self._loop.send_notice({"kind": _ARRIVAL, "group": key, "idle": idle})
-            return _Arrival(look)
-
-        def look() -> list[Positions]:
-            self._loop.read_notices()
-            told = self._arrived[key]
-            missing = [rank for rank in ranks if rank not in told]
-            if not missing:
-                return list(self._arrived.pop(key).values())
-            if time.monotonic() > deadline_s:
+    def _exchange(
+        self, key: str, ranks: tuple[int, ...], timeout: timedelta, store: Store
+    ) -> Exchange:
+        """The communicators of a group, once all of its ranks want it: new ones, or those of a
+        group that all of them have destroyed in the same state."""
+        timeout_s = timeout.total_seconds()
+        idle = {old: exchange.position for old, exchange in self._idle[ranks].items()}
+        names, end_s = [str(rank) for rank in ranks], time.monotonic() + timeout_s
+        store.set(str(self.runtime.rank), json.dumps(idle))
+        while not store.check(names):
+            self.runtime.check()
+            missing = [rank for rank in ranks if not store.check([str(rank)])]
+            has_left = [rank for rank in missing if rank in self._loop.watch.left]
+            if has_left or time.monotonic() > end_s:
                 raise StallError(
-                    f"{self.runtime.where}: {key} was not made within "
-                    f"{timeout.total_seconds():g} s, because it was not called by rank "
-                    f"{', '.join(map(str, missing))}. Every rank of a group must make it, in the "
-                    "same order as other groups of these ranks"
+                    f"{self.runtime.where}: {key} was not made within {timeout_s:g} s, because it "
+                    f"was not called by rank {', '.join(map(str, missing))}. Every rank of a group "
+                    "must make it, in the same order as other groups of these ranks"
                 )
-            return []
-
-        offers = self.runtime.thread.call(begin, f"making {key}", object())
+            time.sleep(_LOOK_S)
+        offers = [json.loads(store.get(name)) for name in names]
         if common := set.intersection(*(set(offer.items()) for offer in offers)):
             oldest, _ = min(common)
-            return self._idle[ranks].pop(oldest)[0]
+            return self._idle[ranks].pop(oldest)
         # All ranks are here, so this does not take long; the communication thread goes on.
         return self._backend.among(ranks, zlib.crc32(key.encode()) % _NUM_TAGS)
 
@@ -144,28 +132,9 @@ class Groups:
 
     def _closed(self, group: ProcessGroup) -> None:
         """A group ends on this rank."""
-        if self._open.pop(group.key, None) is not None and group.lane.position >= 0:
-            self._idle[group.exchange.ranks][group.key] = group.exchange, group.lane.position
-
-    def _hear_arrival(self, sender: int, notice: dict[str, Any]) -> None:
-        self._arrived[notice["group"]][sender] = notice["idle"]
+        if self._open.pop(group.key, None) is not None and group.lane.is_clean:
+            self._idle[group.exchange.ranks][group.key] = group.exchange
 
     def _hear(self, _: int, notice: dict[str, Any]) -> None:
         if (group := self._open.get(notice["group"])) is not None:
-            group.lane.hear(notice["from"], notice)
-
-
-class _Arrival(Work[list[Positions]]):
-    """Waits until all members of a group want it; ``look`` returns what they have told."""
-
-    def __init__(self, look: Callable[[], list[Positions]]) -> None:
-        self._look = look
-        self._told: list[Positions] = []
-
-    def test(self) -> bool:
-        self._told = self._look()
-        return bool(self._told)
-
-    @property
-    def result(self) -> list[Positions]:
-        return self._told
+            group.lane.hear(notice)

@@ -4,6 +4,10 @@ Collectives match by their order within the group. On one host ranks compare all
 (``comm/mpi/exchange``); elsewhere they exchange fingerprints of the first operations and of every
 sixteenth, or of all if ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``. A fingerprint covers all earlier
 operations too.
+
+If operations differ, or one is overdue, the ranks of the group tell each other their places. The
+first of them that has heard enough composes one text, and the group fails with it on all ranks.
+(``runtime/progress/stall`` judges waits of the whole runtime, and ends it; other groups go on.)
 """
 
 from __future__ import annotations
@@ -11,20 +15,20 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.mpi.exchange import Exchange
-from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
+from wfbp.core.ranks import name_values
+from wfbp.errors import DisagreementError, StallError, WfbpError
 from wfbp.runtime.progress.occasional_lane import OccasionalLane
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch.distributed.inquiry import Inquiry
-from wfbp.torch.distributed.messages import Messages
-from wfbp.torch.distributed.operations import GroupOperation
+from wfbp.torch.distributed.messages import Message, Messages
+from wfbp.torch.distributed.operations import Collective
 
 NOTICE = "process group"
 """Kind of the notices of all lanes, which name their group."""
@@ -32,7 +36,18 @@ NOTICE = "process group"
 _ALWAYS_CHECKED, _CHECKED_EVERY = 16, 16
 _HISTORY = 256
 _LOOK_S = 0.02
-_LEFT_GRACE_S = 2.0
+_ANSWER_S, _TURN_S = 1.0, 0.5
+"""How long ranks wait for each other's places, and then for the ranks before them to judge."""
+
+
+@dataclass
+class _Inquiry:
+    """The places of ranks for one operation; overdue by 0 s if operations differ."""
+
+    number: int
+    overdue_s: float
+    places: dict[int, str] = field(default_factory=dict)
+    since: float = field(default_factory=time.monotonic)
 
 
 class GroupLane(OccasionalLane):
@@ -42,50 +57,41 @@ class GroupLane(OccasionalLane):
         super().__init__(runtime.thread.loop, Members(-1, tuple(sorted(exchange.ranks))))
         self.backend: Backend = exchange.backend
         self.error: WfbpError | None = None
-        self.messages = Messages(exchange.mailbox)
-        self.polls = False  # messages are under way, or ranks exchange places
+        self.messages = Messages(runtime, exchange, name)
         self._runtime, self._exchange, self._name = runtime, exchange, name
         self._check_all = check_all
-        # Collectives: not begun, compared, and under way.
-        self._queue: deque[GroupOperation] = deque()
-        self._checking: tuple[GroupOperation, Work[list[bytes]]] | None = None
-        self._in_flight: list[tuple[GroupOperation, Work[Any]]] = []
-        self._exchanged: list[tuple[GroupOperation, Work[Any]]] = []  # messages
-        self._left_since: dict[int, float] = {}
+        # Collectives: not begun, or still being compared, and under way.
+        self._queue: deque[Collective] = deque()
+        self._check: Work[list[bytes]] | None = None  # of the first in the queue
+        self._in_flight: list[tuple[Collective, Work[Any]]] = []
         self._texts: dict[int, str] = {}  # of the last collectives
         self._number = self._fingerprint = 0
         self._activity = -1
         self._look_s = 0.0
-        self._inquiry: Inquiry | None = None
+        self._inquiry: _Inquiry | None = None
 
-    def submit(self, operation: GroupOperation) -> None:
-        """Begin a collective after those before it."""
+    def submit(self, operation: Collective | Message) -> None:
+        """Begin a message at once, or a collective after those before it."""
         if self.error is not None:
-            operation.work.complete(self.error)
+            operation.complete(self.error)
             return
-        self._number += 1
-        # 31 bits: they travel in a signed word.
-        self._fingerprint = zlib.crc32(operation.key.encode(), self._fingerprint) & 0x7FFFFFFF
-        operation.number, operation.fingerprint = self._number, self._fingerprint
-        self._texts[self._number] = operation.text
-        self._texts.pop(self._number - _HISTORY, None)
-        self._queue.append(operation)
-        self._serve(True)
-
-    def submit_message(self, operation: GroupOperation) -> None:
-        """Begin a message at once."""
-        if self.error is not None:
-            operation.work.complete(self.error)
-            return
-        self._exchanged.append((operation, operation.begin(self._exchange, 0)))
-        self.polls = True
+        if isinstance(operation, Message):
+            self.messages.submit(operation)
+        else:
+            self._number += 1
+            # 31 bits: they travel in a signed word.
+            self._fingerprint = zlib.crc32(operation.key.encode(), self._fingerprint) & 0x7FFFFFFF
+            operation.number, operation.fingerprint = self._number, self._fingerprint
+            self._texts[self._number] = operation.text
+            self._texts.pop(self._number - _HISTORY, None)
+            self._queue.append(operation)
         self._serve(True)
 
     def advance(self) -> bool:
         progressed = self._start_queued()
         progressed |= self._advance_collectives()
-        if self.polls:
-            progressed |= self._advance_messages()
+        if self.messages.pending:
+            progressed |= self.messages.advance()
         now = time.monotonic()
         if now > self._look_s:
             self._look_s = now + _LOOK_S
@@ -95,14 +101,17 @@ class GroupLane(OccasionalLane):
         return progressed
 
     @property
-    def busy(self) -> bool:
-        return bool(self._in_flight or self._queue or self._checking) or self.polls
+    def polls(self) -> bool:
+        return bool(self.messages.pending or self._inquiry)
 
     @property
-    def position(self) -> int:
-        """Equal on ranks that have done the same; -1 unless the group can be used again."""
-        is_clean = self.error is None and not self.busy and self.messages.is_empty
-        return self._exchange.position if is_clean else -1
+    def busy(self) -> bool:
+        return bool(self._in_flight or self._queue) or self.polls
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether another group can use the communicators."""
+        return self.error is None and not self.busy and self.messages.all_received
 
     @property
     def waiting_since(self) -> float | None:
@@ -118,7 +127,7 @@ class GroupLane(OccasionalLane):
         pending = self._pending()
         if pending:
             return f"{pending[0].text}, operation {pending[0].number} of {self._name}"
-        return ", ".join(operation.text for operation, _ in self._exchanged[:3])
+        return ", ".join(message.text for message in self.messages.pending[:3])
 
     def close(self) -> None:
         """End the group on this rank."""
@@ -135,66 +144,60 @@ class GroupLane(OccasionalLane):
         if self.error is not None:
             return
         self.error = error
-        pending = self._pending() + [operation for operation, _ in self._exchanged]
-        self._in_flight, self._checking, self._exchanged, self._inquiry = [], None, [], None
+        pending = [*self._pending(), *self.messages.abandon()]
+        self._in_flight, self._check, self._inquiry = [], None, None
         self._queue.clear()
-        self.polls = False
         self._exchange.abandon()
         for operation in pending:
-            operation.work.complete(error)
+            operation.complete(error)
 
-    def _pending(self) -> list[GroupOperation]:
+    def _pending(self) -> list[Collective]:
         """Collectives, the oldest first."""
-        checking = [self._checking[0]] if self._checking else []
-        return [*(operation for operation, _ in self._in_flight), *checking, *self._queue]
-
-    # Collectives.
+        return [*(operation for operation, _ in self._in_flight), *self._queue]
 
     def _start_queued(self) -> bool:
         progressed = False
-        if self._checking is not None:
-            operation, check = self._checking
-            if not check.test():
-                return False
-            if self._differ(operation, check.result):
-                self._inquire(operation.number, 0.0)
-                return False
-            self._checking = None
-            self._begin(operation)
-            progressed = True
         while self._queue and self._inquiry is None:
-            operation = self._queue.popleft()
-            progressed = True
-            if self._is_checked(operation):
-                numbers = np.array([operation.fingerprint, *operation.sent], np.int64)
-                self._checking = operation, self.backend.all_gather_bytes(numbers.tobytes())
+            operation = self._queue[0]
+            if self._is_checked(operation) and not self._agrees(operation):
                 break  # ranks start later operations in the same order only after this one
-            self._begin(operation)
+            self._queue.popleft()
+            self._in_flight.append(
+                (operation, operation.begin(self._exchange, operation.fingerprint))
+            )
+            progressed = True
         return progressed
 
-    def _is_checked(self, operation: GroupOperation) -> bool:
+    def _is_checked(self, operation: Collective) -> bool:
         if self._exchange.checks or self._exchange.size == 1:
             return False
         number, always = operation.number, self._check_all or bool(operation.sent)
         return always or number <= _ALWAYS_CHECKED or number % _CHECKED_EVERY == 0
 
-    def _differ(self, operation: GroupOperation, payloads: Sequence[bytes]) -> bool:
-        """Whether ranks are in different operations, or send others than this one expects."""
-        numbers = [np.frombuffer(payload, np.int64).tolist() for payload in payloads]
-        if any(found[0] != operation.fingerprint for found in numbers):
-            return True
-        sent = [found[1 + self._exchange.rank] for found in numbers] if operation.sent else []
-        return sent != list(operation.expected)
-
-    def _begin(self, operation: GroupOperation) -> None:
-        self._in_flight.append((operation, operation.begin(self._exchange, operation.fingerprint)))
+    def _agrees(self, operation: Collective) -> bool:
+        """Whether all ranks are in this operation, and send what this one expects; not yet, if they
+        have not compared it."""
+        if self._check is None:
+            numbers = np.array([operation.fingerprint, *operation.sent], np.int64)
+            self._check = self.backend.all_gather_bytes(numbers.tobytes())
+        if not self._check.test():
+            return False
+        found = [np.frombuffer(payload, np.int64).tolist() for payload in self._check.result]
+        self._check = None
+        agree = all(each[0] == operation.fingerprint for each in found)
+        if agree and operation.sent:
+            sent = [each[1 + self._exchange.rank] for each in found]
+            agree = sent == list(operation.expected)
+        if not agree:
+            self._inquire(operation.number, 0.0)
+        return agree
 
     def _advance_collectives(self) -> bool:
         progressed, activity = False, self.backend.activity
         for operation, work in list(self._in_flight):
             if work.test():
                 self._in_flight.remove((operation, work))
-                _finish(operation)
+                operation.complete()
                 progressed = True
             elif work.mismatch:
                 self._inquire(operation.number, 0.0)
@@ -203,97 +206,67 @@ class GroupLane(OccasionalLane):
         self._activity = activity
         return progressed
 
-    # Messages.
-
-    def _advance_messages(self) -> bool:
-        progressed, now = self.messages.read(), time.monotonic()
-        for operation, work in list(self._exchanged):
-            error: WfbpError | None = None
-            try:
-                if not work.test() and (error := self._lateness(operation, now)) is None:
-                    continue
-            except DisagreementError as problem:
-                error = DisagreementError(f"{self._where(operation)} {problem}")
-            self._exchanged.remove((operation, work))
-            if error is None:
-                _finish(operation)
-            else:
-                operation.work.complete(error)
-            progressed = True
-        self.polls = bool(self._exchanged or self._inquiry) or self.messages.sending
-        return progressed
-
-    def _lateness(self, operation: GroupOperation, now: float) -> WfbpError | None:
-        """The error of a message that is overdue, or whose other rank has left."""
-        if now > operation.work.deadline_s:
-            return StallError(
-                f"{self._where(operation)} timed out; the other rank must make the matching call "
-                "in time: raise the timeout of init_process_group or new_group if it needs longer"
-            )
-        left = self._loop.watch.left
-        peer = -1 if operation.peer is None else self._exchange.ranks[operation.peer]
-        if peer in left and now - self._left_since.setdefault(peer, now) > _LEFT_GRACE_S:
-            return PeerError(
-                f"{self._where(operation)} waits, but rank {peer} {left[peer]}; let both ranks "
-                "exchange equally many messages"
-            )
-        return None
-
-    def _where(self, operation: GroupOperation) -> str:
-        return f"{self._runtime.where}: {operation.text} of {self._name}"
-
     # When collectives differ, or one is overdue.
 
     def _look(self, now: float) -> None:
-        if self._inquiry is not None:
-            if self._inquiry.is_due:
-                verdict = self._inquiry.verdict(self._name)
-                notice = {"verdict": verdict, "differ": not self._inquiry.overdue_s}
-                self._tell(notice)
-                self.hear(self._exchange.rank, notice)
+        if self._inquiry is None:
+            for operation in self._pending():
+                if now > operation.work.deadline_s:
+                    self._inquire(operation.number, now - operation.since)
+                    return
             return
-        for operation in self._pending():
-            if now > operation.work.deadline_s:
-                self._inquire(operation.number, now - operation.since)
-                return
+        inquiry, rank = self._inquiry, self._exchange.rank
+        grace_s = 0.0 if len(inquiry.places) == self._exchange.size else _ANSWER_S
+        if now - inquiry.since > rank * _TURN_S + grace_s:
+            self._tell(inquiry, verdict=self._verdict(inquiry))
 
     def _inquire(self, number: int, overdue_s: float) -> None:
-        """Exchange places with the ranks of the group; of several operations, for the first."""
+        """Tell the ranks of the group this one's place; of several operations, for the first."""
         if self._inquiry is not None and self._inquiry.number <= number:
             return
+        self._inquiry = _Inquiry(number, overdue_s)
         if number <= self._number:
             place = self._texts.get(number, "long past it")
         else:
             last = f", after {self._texts[self._number]}" if self._number else ""
             place = f"has not called it{last}"
-        self._inquiry = Inquiry(self._exchange.rank, self._exchange.size, number, overdue_s)
-        self._inquiry.places[self._exchange.rank] = place
-        self._tell({"ask": number, "overdue_s": overdue_s, "place": place})
-        self.polls = True
         self._serve(True)
+        self._tell(self._inquiry, place=place)
 
-    def _tell(self, what: dict[str, Any]) -> None:
-        rank = self._exchange.rank
-        self._loop.send_notice({"kind": NOTICE, "group": self._name, "from": rank, **what})
+    def _tell(self, inquiry: _Inquiry, **news: str) -> None:
+        """Tell all ranks of the group, this one first, a place or a verdict."""
+        notice = {"number": inquiry.number, "overdue_s": inquiry.overdue_s, **news}
+        notice |= {"kind": NOTICE, "group": self._name, "from": self._exchange.rank}
+        self._loop.send_notice(notice)
+        self.hear(notice)
 
-    def hear(self, sender: int, notice: dict[str, Any]) -> None:
+    def hear(self, notice: dict[str, Any]) -> None:
         """Handle a notice of a rank of this group."""
         if self.error is not None:
             return
+        number, overdue_s = notice["number"], notice["overdue_s"]
         if "verdict" in notice:
-            kind = DisagreementError if notice["differ"] else StallError
+            kind = StallError if overdue_s else DisagreementError
             self.fail(kind(f"{self._runtime.where}: {notice['verdict']}"))
             return
-        self._inquire(notice["ask"], notice["overdue_s"])
-        if self._inquiry is not None and self._inquiry.number == notice["ask"]:
-            self._inquiry.places[sender] = notice["place"]
+        self._inquire(number, overdue_s)
+        if self._inquiry is not None and self._inquiry.number == number:
+            self._inquiry.places[notice["from"]] = notice["place"]
 
-
-def _finish(operation: GroupOperation) -> None:
-    """Complete an operation; its caller gets the error of what is left to do, if any."""
-    try:
-        operation.finish()
-    except Exception as error:
-        operation.work.complete(error)
-    else:
-        operation.work.complete()
+    def _verdict(self, inquiry: _Inquiry) -> str:
+        """What happened, where every rank is, and what to do."""
+        silent = "does not answer: stopped, killed, or busy"
+        ranks = range(self._exchange.size)
+        places = name_values({rank: inquiry.places.get(rank, silent) for rank in ranks})
+        what = f"operation {inquiry.number} of {self._name}"
+        if inquiry.overdue_s:
+            return (
+                f"{what} timed out after {inquiry.overdue_s:.1f} s ({places}). Every rank of the "
+                "group must call it, in time: look for a call that only some ranks make, or raise "
+                "the timeout of init_process_group or new_group"
+            )
+        return (
+            f"ranks called different operations as {what} ({places}). Every rank of the group "
+            "must call the same operations in the same order with the same element types and "
+            "sizes"
+        )

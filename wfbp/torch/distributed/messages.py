@@ -1,127 +1,146 @@
 """Messages between two ranks of a process group: send, receive, and receive from any source.
 
-A sender announces each message in an envelope with its tag, type and size, which contains the
-data if they are small. The receiver matches envelopes with its own calls, in each sender's order,
-and then fetches the data. A difference of type or size is therefore an error of the receiver.
+Each is two messages of MPI, which matches them by their tags in each sender's order: a header with
+the type and size, and the data. So a difference of type or size is an error of the receiver.
 """
 
 from __future__ import annotations
 
-import json
-from collections import deque
-from typing import NamedTuple
+import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from wfbp.comm.arrays import Buffer
-from wfbp.comm.backend import Finished, Work
-from wfbp.comm.mpi.messages import PointToPoint
-from wfbp.errors import DisagreementError
-from wfbp.torch.distributed.work import GroupWork
+from wfbp.comm.mpi.exchange import Exchange
+from wfbp.comm.mpi.transfers import NUM_TAGS
+from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
+from wfbp.runtime.runtime import Runtime
+from wfbp.torch.distributed.operations import sizes
+from wfbp.torch.distributed.work import Operation
 
-_INLINE_BYTES = 4096
-_NUM_TAGS = 1 << 14
-_SPLIT = b"\n"
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+FIRST_TAG = 2 * NUM_TAGS
+"""MPI's tag of headers with tag 0; collectives use smaller ones."""
+_LEFT_GRACE_S = 2.0
+
+_abandoned: list[Message] = []
+"""Messages that nobody waits for any more: MPI may still use their memory."""
 
 
-class _Envelope(NamedTuple):
-    source: int
-    tag: int
-    dtype: str
-    nbytes: int
-    channel: int  # tag of the message with the data; -1: they are here
-    data: bytes
+class Message(Operation):
+    """A message to ``peer``, or from it (None: from any rank)."""
+
+    def __init__(self, kind: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
+        super().__init__()
+        shown = sizes(tensor.dtype, [tensor.numel()])
+        self.text = f"{kind}({shown}, {'' if peer is None else f'rank {peer}, '}tag {tag})"
+        self.peer, self.tag, self.receives = peer, tag, kind != "send"
+        self.data = self.target(tensor) if self.receives else self.source(tensor)
+        self.results = [tensor]
+        self.header = f"{tensor.nbytes} bytes of {tensor.dtype}"
+        self.arrived = ""  # the header of the other rank's call
+        self.requests: list[MPI.Request] = []
+
+    def overtakes(self, earlier: Message) -> bool:
+        """Whether both could receive the same message."""
+        any_source = self.peer is None or earlier.peer is None
+        return self.tag == earlier.tag and (any_source or self.peer == earlier.peer)
 
 
 class Messages:
-    """The envelopes of one group, under the progress lock."""
+    """The messages of one group under way, in the order of calls; used under the progress lock."""
 
-    def __init__(self, mailbox: PointToPoint) -> None:
-        self._mailbox = mailbox
-        self._arrived: deque[_Envelope] = deque()
-        self._num_sent = 0
+    def __init__(self, runtime: Runtime, exchange: Exchange, group: str) -> None:
+        self.pending: list[Message] = []
+        self._runtime, self._exchange, self._group = runtime, exchange, group
+        self._mpi, self._comm = exchange.channel.mpi, exchange.channel.comm
+        self.largest_tag = ((self._comm.Get_attr(self._mpi.TAG_UB) or 0) - FIRST_TAG) // 2 - 1
+        self._left_since: dict[int, float] = {}
 
-    def send(self, data: Buffer, dtype: torch.dtype, peer: int, tag: int) -> Work[None]:
-        """Send a message; complete once its memory may be changed."""
-        inline = data.nbytes <= _INLINE_BYTES
-        channel = -1
-        if not inline:
-            channel = self._num_sent % _NUM_TAGS
-            self._num_sent += 1
-        head = json.dumps([tag, str(dtype), data.nbytes, channel]).encode()
-        self._mailbox.send(peer, head + _SPLIT + (data.tobytes() if inline else b""))
-        if inline:
-            return Finished(None)
-        return self._mailbox.start(data, peer, channel, receives=False)
+    def submit(self, message: Message) -> None:
+        """Begin a message."""
+        if message.peer is not None and not message.receives:
+            tag = FIRST_TAG + 2 * message.tag
+            for part, content in enumerate((message.header.encode(), message.data)):
+                request = self._comm.Isend([content, self._mpi.BYTE], message.peer, tag + part)
+                message.requests.append(request)
+        self.pending.append(message)
 
-    def read(self) -> bool:
-        """Read the envelopes that have arrived; whether there are any."""
-        arrived = self._mailbox.receive()
-        for source, payload in arrived:
-            head, _, data = payload.partition(_SPLIT)
-            tag, dtype, nbytes, channel = json.loads(head)
-            self._arrived.append(_Envelope(source, tag, dtype, nbytes, channel, data))
-        return bool(arrived)
+    def advance(self) -> bool:
+        """Move all messages on; whether any has ended."""
+        unmatched: list[Message] = []
+        ended: list[tuple[Message, WfbpError | None]] = []
+        for message in self.pending:
+            if not message.requests and not any(map(message.overtakes, unmatched)):
+                self._match(message)
+            if not message.requests:
+                unmatched.append(message)
+            elif self._mpi.Request.Testall(message.requests):
+                ended.append((message, self._difference(message)))
+                continue
+            if (error := self._lateness(message)) is not None:
+                ended.append((message, error))
+                _abandoned.extend([message] if message.requests else [])
+        for message, error in ended:
+            self.pending.remove(message)
+            message.complete(error)
+        return bool(ended)
 
-    def match(self, peer: int | None, tag: int) -> _Envelope | None:
-        """Take the first envelope of a rank (None: any) with a tag."""
-        for envelope in self._arrived:
-            if tag == envelope.tag and peer in (None, envelope.source):
-                self._arrived.remove(envelope)
-                return envelope
+    def abandon(self) -> list[Message]:
+        """Forget all messages, and return them."""
+        pending, self.pending = self.pending, []
+        _abandoned.extend(message for message in pending if message.requests)
+        return pending
+
+    @property
+    def all_received(self) -> bool:
+        """Whether no message waits for a call that receives it."""
+        return not self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
+
+    def _match(self, message: Message) -> None:
+        """Begin to receive the next data for a call, of whatever type and size, once its header is
+        here."""
+        status, tag = self._mpi.Status(), FIRST_TAG + 2 * message.tag
+        source = self._mpi.ANY_SOURCE if message.peer is None else message.peer
+        arrived = self._comm.Improbe(source, tag, status)
+        if arrived is None:
+            return
+        header = bytearray(status.Get_count(self._mpi.BYTE))
+        arrived.Recv([header, self._mpi.BYTE])
+        message.arrived, message.work.source = header.decode(), status.Get_source()
+        if message.arrived != message.header:
+            message.data = np.empty(int(message.arrived.split()[0]), np.uint8)
+        data = [message.data, self._mpi.BYTE]
+        message.requests.append(self._comm.Irecv(data, message.work.source, tag + 1))
+
+    def _difference(self, message: Message) -> DisagreementError | None:
+        """The error of a call that has received another type or size than it expects."""
+        if not message.receives or message.arrived == message.header:
+            return None
+        return DisagreementError(
+            f"{self._where(message)} expects {message.header}, but rank {message.work.source} of "
+            f"the group sends {message.arrived}; let both ranks use tensors of one type and size"
+        )
+
+    def _lateness(self, message: Message) -> WfbpError | None:
+        """The error of a message that is overdue, or whose other rank has left."""
+        now = time.monotonic()
+        if now > message.work.deadline_s:
+            return StallError(
+                f"{self._where(message)} timed out; the other rank must make the matching call "
+                "in time: raise the timeout of init_process_group or new_group if it needs longer"
+            )
+        left = self._runtime.thread.loop.watch.left
+        peer = -1 if message.peer is None else self._exchange.ranks[message.peer]
+        if peer in left and now - self._left_since.setdefault(peer, now) > _LEFT_GRACE_S:
+            return PeerError(
+                f"{self._where(message)} waits, but rank {peer} {left[peer]}; let both ranks "
+                "exchange equally many messages"
+            )
         return None
 
-    def fetch(self, envelope: _Envelope, data: Buffer) -> Work[None]:
-        """Receive what an envelope announces."""
-        if envelope.channel >= 0:
-            return self._mailbox.start(data, envelope.source, envelope.channel, receives=True)
-        data[:] = np.frombuffer(envelope.data, np.uint8)
-        return Finished(None)
-
-    @property
-    def sending(self) -> bool:
-        """Whether envelopes are under way."""
-        return self._mailbox.sending
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all messages have been received."""
-        return not (self._arrived or self._mailbox.sending)
-
-
-class Receipt(Work[None]):
-    """A message that this rank expects; raises ``DisagreementError`` for a wrong one."""
-
-    def __init__(
-        self,
-        messages: Messages,
-        data: Buffer,
-        dtype: torch.dtype,
-        peer: int | None,
-        tag: int,
-        work: GroupWork,
-    ) -> None:
-        self._messages, self._data, self._dtype = messages, data, str(dtype)
-        self._peer, self._tag, self._work = peer, tag, work
-        self._transfer: Work[None] | None = None
-
-    def test(self) -> bool:
-        if self._transfer is None:
-            envelope = self._messages.match(self._peer, self._tag)
-            if envelope is None:
-                return False
-            self._work.source = envelope.source
-            if (self._dtype, self._data.nbytes) != (envelope.dtype, envelope.nbytes):
-                self._messages.fetch(envelope, np.empty(envelope.nbytes, np.uint8))
-                raise DisagreementError(
-                    f"expects {self._data.nbytes} bytes of {self._dtype}, but rank "
-                    f"{envelope.source} of the group sends {envelope.nbytes} bytes of "
-                    f"{envelope.dtype}; let both ranks use tensors of one type and size"
-                )
-            self._transfer = self._messages.fetch(envelope, self._data)
-        return self._transfer.test()
-
-    @property
-    def result(self) -> None:
-        return None
+    def _where(self, message: Message) -> str:
+        return f"{self._runtime.where}: {message.text} of {self._group}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,67 +18,48 @@ from torch.distributed import ReduceOp
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Work
-from wfbp.comm.mpi.exchange import Exchange, Reduction
-from wfbp.torch.distributed import tensors
-from wfbp.torch.distributed.tensors import Memory, sizes
-from wfbp.torch.distributed.work import GroupWork
+from wfbp.comm.mpi.exchange import Exchange
+from wfbp.torch.distributed import reductions
+from wfbp.torch.distributed.work import Operation
 
 Begin = Callable[[Exchange, int], Work[Any]]
-
-
-@dataclass(eq=False, slots=True)
-class GroupOperation:
-    """A collective of this rank, or a message to or from ``peer`` (None: any rank).
-
-    ``begin`` starts a collective with a fingerprint; ``finish`` runs once it is complete.
-    """
-
-    text: str
-    begin: Begin
-    finish: Callable[[], None]
-    results: Sequence[Tensor]
-    key: str = ""  # equal on all ranks
-    sent: Sequence[int] = ()  # elements for each rank, and from each rank, if no other rank
-    expected: Sequence[int] = ()  # knows these numbers
-    peer: int | None = None
-    since: float = field(default_factory=time.monotonic)
-    number: int = 0
-    fingerprint: int = 0
-    work: GroupWork = field(init=False)
-
-
+"""Starts a collective with its fingerprint."""
 Blocks = list[Buffer | None]
 """A block for each rank, or from each; None for no block."""
 
 
-class Call:
-    """A call of a collective on this rank; makes its operation."""
+def sizes(dtype: torch.dtype, numels: Sequence[int]) -> str:
+    """Type and numbers of elements, such as ``float32[3, 5]`` for two blocks; one number if all
+    are equal."""
+    shown = numels[:1] if len(set(numels)) == 1 else numels
+    return f"{str(dtype).removeprefix('torch.')}{list(shown)}"
+
+
+class Collective(Operation):
+    """A collective as this rank calls it; one of the functions below says what it does."""
+
+    key: str
+    """Equal on all ranks."""
+    begin: Begin
 
     def __init__(self, name: str, rank: int, size: int, options: Any) -> None:
-        self.rank, self.size = rank, size
+        super().__init__()
+        self.name, self.rank, self.size = name, rank, size
         self.root: int | None = getattr(options, "rootRank", None)
         if self.root is not None and not 0 <= self.root < size:
             raise ValueError(f"{name}: rank {self.root} of a group of {size} is the root")
         self.is_root = self.root == rank
         self.op: Any = getattr(options, "reduceOp", None)
         self.nothing: Blocks = [None] * size
-        self._name = name
-        self.memory = Memory()
-        self._tensors: list[Tensor] = []
+        # Elements for each rank, and from each rank, if no other rank knows these numbers.
+        self.sent: Sequence[int] = ()
+        self.expected: Sequence[int] = ()
+        self.since = time.monotonic()
+        self.number = self.fingerprint = 0
 
-    def source(self, tensor: Tensor) -> Buffer:
-        """The bytes that this rank contributes."""
-        self._tensors.append(tensor)
-        return self.memory.source(tensors.contribution(tensor, self.op))
-
-    def target(self, tensor: Tensor) -> Buffer:
-        """The bytes that this rank receives."""
-        self._tensors.append(tensor)
-        return self.memory.target(tensor)
-
-    def same(self, tensor: Tensor) -> Blocks:
-        """One tensor for every rank."""
-        return [self.source(tensor)] * self.size
+    def contribution(self, tensor: Tensor) -> Buffer:
+        """The bytes of this rank's tensor for a reduction."""
+        return self.source(reductions.contribution(tensor, self.op))
 
     def at_root(self, data: Buffer) -> Blocks:
         """A block for the root alone, or from it."""
@@ -89,7 +69,7 @@ class Call:
         """A tensor for each rank, or from each."""
         if len(given) != self.size:
             raise ValueError(
-                f"{self._name}: {len(given)} tensors; expected one per rank, {self.size}"
+                f"{self.name}: {len(given)} tensors; expected one per rank, {self.size}"
             )
         return [view(tensor) for tensor in given]
 
@@ -99,7 +79,7 @@ class Call:
         total = tensor.shape[0] if rows else self.size
         if len(counts) != self.size or sum(counts) != total or tensor.numel() % (total or 1):
             raise ValueError(
-                f"{self._name}: a tensor of shape {list(tensor.shape)} cannot be split among "
+                f"{self.name}: a tensor of shape {list(tensor.shape)} cannot be split among "
                 f"{self.size} ranks, by split sizes {list(rows) or 'that are equal'}"
             )
         step = data.nbytes // (total or 1)
@@ -114,66 +94,57 @@ class Call:
         incoming: Blocks,
         results: Sequence[Tensor],
         is_known: bool = True,
-    ) -> GroupOperation:
+    ) -> None:
         """Copy blocks from rank to rank. Of sizes that are not known, each rank knows its own."""
-        self._check(outgoing, incoming)
         sent, expected = self._numels(outgoing), self._numels(incoming)
-        operation = self.run(
-            self._described(expected or sent),
+        self._check_blocks(outgoing, incoming)
+        self.run(
+            sizes(self.tensors[0].dtype, expected or sent),
             lambda exchange, mark: exchange.move(outgoing, incoming, mark, in_chunks=is_known),
             results,
         )
         if not is_known:
-            operation.sent, operation.expected = sent, expected
-            operation.key = f"{self._name}({self._tensors[0].dtype}"
-            operation.text = f"{operation.key}, sends {sent}, expects {expected})"
-        return operation
+            self.sent, self.expected = sent, expected
+            self.key = f"{self.name}({self.tensors[0].dtype}"
+            self.text = f"{self.key}, sends {sent}, expects {expected})"
 
-    def combine(self, outgoing: Blocks, output: Tensor, is_wanted: bool = True) -> GroupOperation:
+    def combine(self, outgoing: Blocks, output: Tensor, is_wanted: bool = True) -> None:
         """Combine all ranks' blocks for this rank, if it wants them."""
         incoming = list(self.nothing)
         if is_wanted:
             incoming[self.rank] = self.target(output)
-        self._check(outgoing, incoming)
-        how, result = self.reduction(output), incoming[self.rank]
-        return self.run(
-            self._described(self._numels(outgoing)),
-            lambda exchange, mark: exchange.reduce_scatter(outgoing, result, how, mark),
+        self._check_blocks(outgoing, incoming)
+        how = reductions.reduction(output.dtype, self.op, self.size)
+        self.run(
+            sizes(output.dtype, self._numels(outgoing)),
+            lambda exchange, mark: exchange.move(outgoing, incoming, mark, how),
             [output],
         )
 
-    def run(self, what: str, begin: Begin, results: Sequence[Tensor]) -> GroupOperation:
-        """The operation that ``begin`` starts; ranks compare ``what``, the root and the op."""
+    def run(self, what: str, begin: Begin, results: Sequence[Tensor]) -> None:
+        """Let ``begin`` start it; ranks compare ``what``, the root and the op."""
         if self.root is not None:
             what += f", root {self.root}"
         if self.op is not None:
-            what += f", {tensors.op_name(self.op)}"
-        text = f"{self._name}({what})"
-        return GroupOperation(text, begin, self.memory.deliver, results, key=text)
-
-    def reduction(self, tensor: Tensor) -> Reduction:
-        """How elements are combined."""
-        return tensors.reduction(tensor.dtype, self.op, self.size)
+            what += f", {reductions.op_name(self.op)}"
+        self.text = self.key = f"{self.name}({what})"
+        self.begin, self.results = begin, results
 
     def _numels(self, blocks: Blocks) -> list[int]:
         """The numbers of elements of the blocks that there are."""
-        item = self._tensors[0].dtype.itemsize
+        item = self.tensors[0].dtype.itemsize
         return [block.nbytes // item for block in blocks if block is not None]
 
-    def _described(self, numels: Sequence[int]) -> str:
-        dtype = str(self._tensors[0].dtype).removeprefix("torch.")
-        return f"{dtype}{list(numels[:1] if len(set(numels)) == 1 else numels)}"
-
-    def _check(self, outgoing: Blocks, incoming: Blocks) -> None:
+    def _check_blocks(self, outgoing: Blocks, incoming: Blocks) -> None:
         """Raise ``ValueError`` unless tensors have one type, and this rank's equal sizes."""
         blocks = [outgoing[self.rank], incoming[self.rank]]
         if self.root is not None:
             blocks = [*outgoing, *incoming]
         lengths = {block.nbytes for block in blocks if block is not None}
-        if len(lengths) > 1 or len({tensor.dtype for tensor in self._tensors}) > 1:
-            found = "; ".join(map(sizes, self._tensors))
+        if len(lengths) > 1 or len({tensor.dtype for tensor in self.tensors}) > 1:
+            found = "; ".join(sizes(each.dtype, [each.numel()]) for each in self.tensors)
             raise ValueError(
-                f"{self._name}: tensors {found} do not fit; expected one element type, and as "
+                f"{self.name}: tensors {found} do not fit; expected one element type, and as "
                 f"many elements from each of {self.size} ranks as for it"
             )
 
@@ -182,36 +153,36 @@ class Form(NamedTuple):
     """How PyTorch calls a collective.
 
     Its ``arguments`` are a tensor ("one"), a list of them ("list"), or anything else, and those of
-    several operations may come together. Options follow, as an object or one by one.
+    several collectives may come together. Options follow, as an object or one by one.
     """
 
     name: str
     options: type[Any]
     arguments: Sequence[str]
-    make: Callable[..., GroupOperation]
+    describe: Callable[..., None]
 
     def parse(self, given: Sequence[Any], named: dict[str, Any]) -> Any:
         """The options that a program has given."""
-        if given and isinstance(given[0], self.options):
-            return given[0]
-        options = named.pop("opts", None)
-        if options is None:
-            options = self.options()
-            names = [name for name in _OPTIONS if hasattr(options, _OPTIONS[name])]
-            for name, value in [*zip(names, given, strict=False), *named.items()]:
-                if value is not None:
-                    setattr(options, _OPTIONS[name], value)
+        for options in (*given, *named.values()):
+            if hasattr(options, "asyncOp"):
+                return options
+        options = self.options()
+        names = [name for name in _OPTIONS if hasattr(options, _OPTIONS[name])]
+        for name, value in [*zip(names, given, strict=False), *named.items()]:
+            if value is not None:
+                setattr(options, _OPTIONS[name], value)
         return options
 
-    def operations(
+    def collectives(
         self, rank: int, size: int, given: Sequence[Any], options: Any
-    ) -> list[GroupOperation]:
+    ) -> list[Collective]:
         """What this rank does."""
         items = [_items(kind, each) for kind, each in zip(self.arguments, given, strict=True)]
-        return [
-            self.make(Call(self.name, rank, size, options), *arguments)
-            for arguments in (zip(*items, strict=True) if items else [()])
-        ]
+        made = []
+        for arguments in zip(*items, strict=True) if items else [()]:
+            made.append(Collective(self.name, rank, size, options))
+            self.describe(made[-1], *arguments)
+        return made
 
 
 _OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
@@ -221,7 +192,7 @@ FORMS: dict[str, Form] = {}
 
 
 def _items(kind: str, given: Any) -> list[Any]:
-    """One argument of several operations, an item for each."""
+    """One argument of several collectives, an item for each."""
     if kind == "one":
         return [given] if isinstance(given, Tensor) else list(given)
     if kind == "list":
@@ -231,57 +202,54 @@ def _items(kind: str, given: Any) -> list[Any]:
 
 def _form(
     name: str, options: type[Any], *arguments: str, also: Sequence[str] = ()
-) -> Callable[[Callable[..., GroupOperation]], Callable[..., GroupOperation]]:
-    """Decorator of a function that makes the operation; ``also`` are other names of its method."""
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a function that describes a collective; ``also`` are other names of its
+    method."""
 
-    def decorate(make: Callable[..., GroupOperation]) -> Callable[..., GroupOperation]:
-        for method in (make.__name__, *also):
-            FORMS[method] = Form(name, options, arguments, make)
-        return make
+    def decorate(describe: Callable[..., None]) -> Callable[..., None]:
+        for method in (describe.__name__, *also):
+            FORMS[method] = Form(name, options, arguments, describe)
+        return describe
 
     return decorate
 
 
-@_form("all_reduce", c10d.AllreduceCoalescedOptions, "one")
-def allreduce_coalesced(call: Call, tensor: Tensor) -> GroupOperation:
-    return allreduce(call, tensor)
-
-
-@_form("all_reduce", c10d.AllreduceOptions, "one")
-def allreduce(call: Call, tensor: Tensor) -> GroupOperation:
+@_form("all_reduce", c10d.AllreduceOptions, "one", also=["allreduce_coalesced"])
+def allreduce(call: Collective, tensor: Tensor) -> None:
     if tensor.layout is torch.sparse_coo:
-        return _all_reduce_sparse(call, tensor)
-    how = call.reduction(tensor)
-    data = call.memory.target(tensor, tensors.contribution(tensor, call.op))
-    return call.run(
-        sizes(tensor), lambda exchange, mark: exchange.all_reduce(data, how, mark), [tensor]
+        _all_reduce_sparse(call, tensor)
+        return
+    how = reductions.reduction(tensor.dtype, call.op, call.size)
+    data = call.target(tensor, reductions.contribution(tensor, call.op))
+    call.run(
+        sizes(tensor.dtype, [tensor.numel()]),
+        lambda exchange, mark: exchange.all_reduce(data, how, mark),
+        [tensor],
     )
 
 
-def _all_reduce_sparse(call: Call, tensor: Tensor) -> GroupOperation:
+def _all_reduce_sparse(call: Collective, tensor: Tensor) -> None:
     """Every rank adds the values of all ranks."""
     if call.op != ReduceOp.SUM:
-        raise ValueError(f"{tensors.op_name(call.op)} of a sparse tensor; expected SUM")
-    payload = tensors.pack_sparse(tensor)
-    gathered: list[Work[list[bytes]]] = []
+        raise ValueError(f"{reductions.op_name(call.op)} of a sparse tensor; expected SUM")
+    payload, deliveries = reductions.pack_sparse(tensor), call.deliveries
 
     def begin(exchange: Exchange, _: int) -> Work[list[bytes]]:
-        gathered.append(exchange.backend.all_gather_bytes(payload))
-        return gathered[0]
+        gathered = exchange.backend.all_gather_bytes(payload)
+        deliveries.append(lambda: reductions.add_sparse(gathered.result, tensor))
+        return gathered
 
-    operation = call.run(f"sparse {tensor.dtype}{list(tensor.shape)}", begin, [tensor])
-    operation.finish = lambda: tensors.add_sparse(gathered[0].result, tensor)
-    return operation
+    call.run(f"sparse {tensor.dtype}{list(tensor.shape)}", begin, [tensor])
 
 
 @_form("reduce", c10d.ReduceOptions, "one")
-def reduce(call: Call, tensor: Tensor) -> GroupOperation:
-    return call.combine(call.at_root(call.source(tensor)), tensor, is_wanted=call.is_root)
+def reduce(call: Collective, tensor: Tensor) -> None:
+    call.combine(call.at_root(call.contribution(tensor)), tensor, is_wanted=call.is_root)
 
 
 @_form("reduce_scatter", c10d.ReduceScatterOptions, "one", "list")
-def reduce_scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> GroupOperation:
-    return call.combine(call.each(call.source, inputs), output)
+def reduce_scatter(call: Collective, output: Tensor, inputs: Sequence[Tensor]) -> None:
+    call.combine(call.each(call.contribution, inputs), output)
 
 
 @_form(
@@ -295,20 +263,21 @@ def reduce_scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> Grou
         "reduce_scatter_tensor_coalesced",
     ),
 )
-def reduce_scatter_single(call: Call, output: Tensor, tensor: Tensor) -> GroupOperation:
-    return call.combine(call.split(call.source(tensor), tensor), output)
+def reduce_scatter_single(call: Collective, output: Tensor, tensor: Tensor) -> None:
+    call.combine(call.split(call.contribution(tensor), tensor), output)
 
 
 @_form("broadcast", c10d.BroadcastOptions, "one")
-def broadcast(call: Call, tensor: Tensor) -> GroupOperation:
+def broadcast(call: Collective, tensor: Tensor) -> None:
     if call.is_root:
-        return call.move(call.same(tensor), call.nothing, [tensor])
-    return call.move(call.nothing, call.at_root(call.target(tensor)), [tensor])
+        call.move([call.source(tensor)] * call.size, call.nothing, [tensor])
+    else:
+        call.move(call.nothing, call.at_root(call.target(tensor)), [tensor])
 
 
 @_form("all_gather", c10d.AllgatherOptions, "list", "one")
-def allgather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> GroupOperation:
-    return call.move(call.same(tensor), call.each(call.target, outputs), outputs)
+def allgather(call: Collective, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    call.move([call.source(tensor)] * call.size, call.each(call.target, outputs), outputs)
 
 
 @_form(
@@ -318,44 +287,45 @@ def allgather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> GroupOpe
     "one",
     also=("_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
 )
-def all_gather_single(call: Call, output: Tensor, tensor: Tensor) -> GroupOperation:
-    return call.move(call.same(tensor), call.split(call.target(output), output), [output])
+def all_gather_single(call: Collective, output: Tensor, tensor: Tensor) -> None:
+    incoming = call.split(call.target(output), output)
+    call.move([call.source(tensor)] * call.size, incoming, [output])
 
 
 @_form("gather", c10d.GatherOptions, "list", "one")
-def gather(call: Call, outputs: Sequence[Tensor], tensor: Tensor) -> GroupOperation:
-    outgoing = call.at_root(call.source(tensor))
-    if call.is_root:
-        return call.move(outgoing, call.each(call.target, outputs), outputs)
-    return call.move(outgoing, call.nothing, [])
+def gather(call: Collective, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    incoming = call.each(call.target, outputs) if call.is_root else call.nothing
+    call.move(call.at_root(call.source(tensor)), incoming, outputs if call.is_root else [])
 
 
 @_form("scatter", c10d.ScatterOptions, "one", "list")
-def scatter(call: Call, output: Tensor, inputs: Sequence[Tensor]) -> GroupOperation:
+def scatter(call: Collective, output: Tensor, inputs: Sequence[Tensor]) -> None:
     outgoing = call.each(call.source, inputs) if call.is_root else call.nothing
-    return call.move(outgoing, call.at_root(call.target(output)), [output])
+    call.move(outgoing, call.at_root(call.target(output)), [output])
 
 
 @_form("all_to_all", c10d.AllToAllOptions, "list", "list")
-def alltoall(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> GroupOperation:
+def alltoall(call: Collective, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     outgoing, incoming = call.each(call.source, inputs), call.each(call.target, outputs)
-    return call.move(outgoing, incoming, outputs, is_known=False)
+    call.move(outgoing, incoming, outputs, is_known=False)
 
 
 @_form("all_to_all", c10d.AllToAllOptions, "one", "one", "rows", "rows", also=["alltoall_base"])
 def all_to_all_single(
-    call: Call, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
-) -> GroupOperation:
+    call: Collective, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+) -> None:
     outgoing = call.split(call.source(tensor), tensor, sent)
     incoming = call.split(call.target(output), output, received)
-    return call.move(outgoing, incoming, [output], is_known=not (received or sent))
+    call.move(outgoing, incoming, [output], is_known=not (received or sent))
 
 
 @_form("barrier", c10d.BarrierOptions)
-def barrier(call: Call) -> GroupOperation:
+def barrier(call: Collective) -> None:
+    nothing = call.nothing
+
     def begin(exchange: Exchange, mark: int) -> Work[Any]:
         if exchange.checks:
-            return exchange.move(call.nothing, call.nothing, mark)
+            return exchange.move(nothing, nothing, mark)
         return exchange.backend.all_gather_bytes(b"")
 
-    return call.run("", begin, [])
+    call.run("", begin, [])

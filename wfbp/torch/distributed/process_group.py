@@ -5,6 +5,7 @@ The methods of collectives are made from the table ``operations.FORMS``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,20 +15,16 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import BackendConfig, _world
 
-from wfbp.comm.backend import Finished, Work
+from wfbp.comm.backend import Finished
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.core.ranks import name_ranks
-from wfbp.errors import PeerError, StallError
+from wfbp.errors import StallError
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.compiling import uncompiled_methods
 from wfbp.torch.distributed.lane import GroupLane
-from wfbp.torch.distributed.messages import Receipt
-from wfbp.torch.distributed.operations import FORMS, Form, GroupOperation
-from wfbp.torch.distributed.tensors import Memory, sizes
+from wfbp.torch.distributed.messages import Message
+from wfbp.torch.distributed.operations import FORMS, Collective, Form
 from wfbp.torch.distributed.work import GroupWork
-
-_MONITOR_TAG = -2
-"""Tags of monitored barriers: this and smaller ones; those of programs are not negative."""
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -45,7 +42,8 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(exchange.rank, exchange.size)  # type: ignore[call-arg]
         self.exchange, self.key = exchange, key
-        self._runtime, self._timeout, self._store, self._closed = runtime, timeout, store, closed
+        self._runtime, self._timeout, self._closed = runtime, timeout, closed
+        self._store = store  # with keys of this group alone, which all of its ranks share
         check_all = c10d.get_debug_level() == c10d.DebugLevel.DETAIL
         self.lane = GroupLane(runtime, exchange, key, check_all)
         self._coalesced: GroupWork | None = None
@@ -88,19 +86,24 @@ class ProcessGroup(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         pass  # operations are numbered anyway
 
-    def split_group(
+    def split(
         self,
-        new_ranks: Sequence[int],
+        split_ranks: Sequence[Sequence[int]] | None = None,
         timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: str | None = None,
+        pg_options: Any = None,
         group_desc: str | None = None,
-        device_types: Any = None,
+        backend: Any = None,
     ) -> dist.ProcessGroup | None:
-        if self.rank() not in new_ranks:
+        """The group of the ranks that contain this one, by their numbers in this group."""
+        if not split_ranks or any(
+            len({*ranks}) != len(ranks) or not ranks for ranks in split_ranks
+        ):
+            raise ValueError(f"split_ranks is {split_ranks}; expected lists of different ranks")
+        mine = next((ranks for ranks in split_ranks if self.rank() in ranks), None)
+        if mine is None:
             return None
         made: dist.ProcessGroup = dist.new_group(
-            [dist.get_global_rank(self, rank) for rank in new_ranks],
+            [dist.get_global_rank(self, rank) for rank in sorted(mine)],
             timeout=timeout or self._timeout,
             group_desc=group_desc,
             use_local_synchronization=True,
@@ -153,38 +156,37 @@ class ProcessGroup(dist.ProcessGroup):
         device = getattr(options, "device", None) or _device(arguments)
         if device.type != "cpu":
             return getattr(self._other(device), name)(*arguments, options)
-        exchange, lane = self.exchange, self.lane
-        operations = form.operations(exchange.rank, exchange.size, arguments, options)
-        work = self._work(operations, options.timeout)
+        exchange = self.exchange
+        operations = form.collectives(exchange.rank, exchange.size, arguments, options)
+        return self._submit(operations, options.timeout, options.asyncOp)
+
+    def _submit(
+        self, operations: Sequence[Collective | Message], timeout: timedelta, wakes: bool
+    ) -> GroupWork:
+        """Begin operations, and return what completes with them."""
+        self._runtime.check()
+        if self.lane.error is not None:
+            raise self.lane.error
+        thread, lane = self._runtime.thread, self.lane
+        limit = timeout if timeout > timedelta(0) else self._timeout
+        work = GroupWork(thread, limit.total_seconds(), operations)
+        if self._coalesced is not None:
+            self._coalesced.include(work)
+        if not operations:
+            work.complete()
 
         def submit() -> None:
             for operation in operations:
                 lane.submit(operation)
 
-        self._post(submit, options.asyncOp)
-        return work
-
-    def _work(self, operations: Sequence[GroupOperation], timeout: timedelta) -> GroupWork:
-        """What completes with some operations."""
-        limit = timeout if timeout > timedelta(0) else self._timeout
-        work = GroupWork(self._runtime.thread, limit.total_seconds(), self._coalesced)
-        for operation in operations:
-            operation.work = work
-            work.expect(operation.text, operation.results)
-        return work
-
-    def _post(self, message: Callable[[], None], wakes: bool) -> None:
-        self._runtime.check()
-        if self.lane.error is not None:
-            raise self.lane.error
         if wakes:
-            self._runtime.thread.post(message)
+            thread.post(submit)
         else:  # the caller waits, and will do it
-            self._runtime.thread.leave(message)
+            thread.leave(submit)
+        return work
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = GroupWork(self._runtime.thread, self._timeout.total_seconds())
-        self._coalesced.expect("", [])  # until the end
         if device.type != "cpu":
             self._other(device)._start_coalescing(device)
 
@@ -213,34 +215,16 @@ class ProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Any:
         return self._message("recv_anysource", tensors[0], None, tag)
 
-    def _message(
-        self,
-        kind: str,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        timeout: timedelta | None = None,
-    ) -> Any:
+    def _message(self, kind: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Any:
         """Begin to send to a rank, or to receive from it (None: from any)."""
         place = () if peer is None else (peer,)
         if tensor.device.type != "cpu":
             return getattr(self._other(tensor.device), kind)([tensor], *place, tag)
         if peer is not None and not 0 <= peer < self.exchange.size:
             raise ValueError(f"{kind}: rank {peer} of a group of {self.exchange.size}")
-        memory, messages = Memory(), self.lane.messages
-        data = memory.source(tensor) if kind == "send" else memory.target(tensor)
-
-        def begin(*_: Any) -> Work[None]:
-            if kind == "send":
-                assert peer is not None
-                return messages.send(data, tensor.dtype, peer, tag)
-            return Receipt(messages, data, tensor.dtype, peer, tag, operation.work)
-
-        text = f"{kind}({sizes(tensor)}, {'' if peer is None else f'rank {peer}, '}tag {tag})"
-        operation = GroupOperation(text, begin, memory.deliver, [tensor], peer=peer)
-        work = self._work([operation], timeout or self._timeout)
-        self._post(lambda: self.lane.submit_message(operation), wakes=True)
-        return work
+        if not 0 <= tag <= self.lane.messages.largest_tag:
+            raise ValueError(f"{kind}: tag {tag}; expected 0 to {self.lane.messages.largest_tag}")
+        return self._submit([Message(kind, tensor, peer, tag)], self._timeout, wakes=True)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
@@ -248,42 +232,36 @@ class ProcessGroup(dist.ProcessGroup):
         """A barrier after which rank 0 names the ranks that did not come in time."""
         if isinstance(timeout, float | int):
             timeout = timedelta(seconds=timeout)
-        limit = self._timeout if timeout is None else timeout
-        rank, limit_ms = self.rank(), int(limit.total_seconds() * 1000)
-        if limit <= timedelta(0):
+        limit_s = (self._timeout if timeout is None else timeout).total_seconds()
+        rank, limit_ms = self.rank(), int(limit_s * 1000)
+        if limit_s <= 0:
             raise StallError(f"Rank {rank} timed out in monitoredBarrier after {limit_ms} ms")
-        arrived = _MONITOR_TAG - 2 * self._num_monitored
-        passed = arrived - 1
         self._num_monitored += 1
-        nothing = torch.empty(0, dtype=torch.uint8)
+        barrier, end_s = f"monitored barrier {self._num_monitored}", time.monotonic() + limit_s
         if rank:
-            self._message("send", nothing, 0, arrived)
-            try:
-                self._message("recv", nothing, 0, passed, limit).wait()
-            except (StallError, PeerError) as error:
-                raise StallError(
-                    f"Rank {rank} successfully reached monitoredBarrier, but received errors "
-                    f"while waiting for send/recv from rank 0 in {limit_ms} ms. Please check "
-                    f"rank 0 logs for faulty rank. {error}"
-                ) from error
-            return
-        peers = range(1, self.size())
-        arrivals = [self._message("recv", nothing, peer, arrived, limit) for peer in peers]
+            self._store.set(f"{barrier}, rank {rank}", "")
         missing: list[int] = []
-        for peer, arrival in zip(peers, arrivals, strict=True):
+        for peer in [0] if rank else range(1, self.size()):
+            left_s = max(end_s - time.monotonic(), 0.001)
             try:
-                arrival.wait()
-            except (StallError, PeerError):
+                self._store.wait([f"{barrier}, rank {peer}"], timedelta(seconds=left_s))
+            except RuntimeError:
                 missing.append(peer)
                 if not wait_all_ranks:
                     break
+        if missing and rank:
+            raise StallError(
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank 0 in {limit_ms} ms. Please check rank 0 logs for "
+                "faulty rank"
+            )
         if missing:
             raise StallError(
                 f"{name_ranks(missing).capitalize()} failed to pass "
                 f"monitoredBarrier in {limit_ms} ms; every rank of the group must call it"
             )
-        for peer in peers:
-            self._message("send", nothing, peer, passed)
+        if not rank:
+            self._store.set(f"{barrier}, rank 0", "")
 
 
 def _method(name: str, form: Form) -> Callable[..., Any]:

@@ -1,20 +1,24 @@
-"""What a caller holds of an operation of a process group: its ``Work``, and the future of that."""
+"""An operation of a process group, and what its caller holds of it: a ``Work`` and its future."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import Work as TorchWork
 
+from wfbp.comm.arrays import Buffer
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.torch.compiling import uncompiled_methods
+from wfbp.torch.tensors import raw, resolved
 
 _callbacks = ThreadPoolExecutor(32, thread_name_prefix="wfbp-callbacks")
 """Runs the callbacks of futures."""
@@ -35,39 +39,92 @@ class _Completion(Reply[None]):
         return self._results[0][1] if self._results else None
 
 
+class Operation:
+    """A collective of this rank, or a message: its tensors, as bytes, and what a caller waits for.
+
+    The bytes are the tensors' own if these are contiguous.
+    """
+
+    text = ""
+    work: GroupWork
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.results: Sequence[Tensor] = ()
+        self.deliveries: list[Callable[[], object]] = []
+        """What is left to do once it has ended."""
+
+    def source(self, tensor: Tensor) -> Buffer:
+        """The bytes of a tensor that is only read."""
+        self._check(tensor)
+        return raw(resolved(tensor.detach()).contiguous())
+
+    def target(self, tensor: Tensor, values: Tensor | None = None) -> Buffer:
+        """Bytes that become the tensor's in the end; filled with ``values``, if any."""
+        self._check(tensor)
+        own = tensor.detach()
+        is_plain = own.is_contiguous() and not (own.is_conj() or own.is_neg())
+        if is_plain and (values is None or values is tensor):
+            return raw(own)
+        copy = torch.empty(own.shape, dtype=own.dtype)
+        if values is not None:
+            copy.copy_(values.detach())
+        self.deliveries.append(lambda: own.copy_(copy))
+        return raw(copy)
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """Note that it has ended; its caller gets the error, or that of what is left to do."""
+        if error is None:
+            try:
+                for deliver in self.deliveries:
+                    deliver()
+            except Exception as problem:
+                error = problem
+        self.work.complete(error)
+
+    def _check(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise ValueError(
+                f"a tensor is {tensor.layout} on {tensor.device}; expected a dense one on the CPU"
+            )
+        self.tensors.append(tensor)
+
+
 @uncompiled_methods
 class GroupWork(TorchWork):
-    """One operation or several, perhaps as part of a whole; any thread may wait for it.
+    """Operations of one call, or a whole of such works; any thread may wait for it.
 
-    The thread that drives communication completes each operation once.
+    The thread that drives communication completes each operation once. A whole ends with its last
+    part, once :meth:`complete` was called for itself.
     """
 
     def __init__(
-        self, thread: CommunicationThread, timeout_s: float, whole: GroupWork | None = None
+        self, thread: CommunicationThread, timeout_s: float, operations: Sequence[Operation] = ()
     ) -> None:
         super().__init__()
         self.deadline_s = time.monotonic() + timeout_s
         self.source = -1
-        self._thread, self._whole = thread, whole
-        self._text, self._num_pending = "", 0
-        self._tensors: list[torch.Tensor] = []
+        self._thread = thread
+        self._whole: GroupWork | None = None
+        self._text = operations[0].text if operations else "coalesced operations"
+        self._tensors = [tensor for operation in operations for tensor in operation.results]
+        self._num_pending = max(1, len(operations))
         self._completion = _Completion()
         self._lock = threading.Lock()
         self._future: _Future | None = None
+        for operation in operations:
+            operation.work = self
 
-    def expect(self, text: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Have one more operation, with these results."""
+    def include(self, part: GroupWork) -> None:
+        """Make ``part`` a part of this whole, before it begins."""
+        part._whole = self
         with self._lock:
-            self._text = self._text or text
-            self._tensors += tensors
+            self._tensors += part._tensors
             self._num_pending += 1
-        if self._whole is not None:
-            self._whole.expect(text, tensors)
 
     def complete(self, error: BaseException | None = None) -> None:
-        """Note that an operation has ended; after the last one, or an error, wake all that wait."""
-        if self._whole is not None:
-            self._whole.complete(error)
+        """Note that an operation or part has ended; after the last one, or an error, wake all that
+        wait."""
         with self._lock:
             self._num_pending -= 1
             if self.is_completed() or (error is None and self._num_pending):
@@ -78,8 +135,9 @@ class GroupWork(TorchWork):
                 self._completion.fail(error)
             future = self._future
         if future is not None:
-            future_waits.num_pending -= 1
             future.settle()
+        if self._whole is not None:
+            self._whole.complete(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None and timeout > timedelta(0):
@@ -119,7 +177,7 @@ class GroupWork(TorchWork):
                 if self.is_completed():
                     self._future.settle()
                 else:
-                    future_waits.note()
+                    future_waits.note(self)
             return self._future
 
 
@@ -184,27 +242,29 @@ class FutureWaits:
     _LOOK_S = 2e-4
 
     def __init__(self) -> None:
-        self.num_pending = 0
-        self._clock: int | None = None
+        self._works: deque[GroupWork] = deque()
+        self._clock = 0
         self._looked_s = self._cpu_s = 0.0
         self._blocked = False
 
-    def note(self) -> None:
+    def note(self, work: GroupWork) -> None:
         """This thread has asked for the future of work under way."""
         if hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
-            self.num_pending += 1
+            self._works.append(work)
 
     def is_blocked(self) -> bool:
         """For the communication thread."""
-        if not self.num_pending or self._clock is None:
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
+        if not self._works:
             return False
         now = time.monotonic()
         if now - self._looked_s > self._LOOK_S:
             try:
                 cpu_s = time.clock_gettime(self._clock)
-            except OSError:  # it has ended
-                self._clock, self._blocked = None, False
+            except OSError:  # the thread has ended
+                self._works.clear()
                 return False
             self._blocked = cpu_s == self._cpu_s
             self._looked_s, self._cpu_s = now, cpu_s

@@ -137,6 +137,9 @@ def all_reductions(rank: int, size: int) -> None:
     tensor = torch.full((5,), float(rank + 1))
     dist.all_reduce(tensor, factor)
     assert (tensor == sum(range(1, size + 1)) / 2).all()
+    whole = torch.full((5,), 2 * rank, dtype=torch.int32)
+    dist.reduce(whole, 0, factor)
+    assert rank > 0 or (whole == sum(range(size))).all()
     raises(ValueError, "BAND", act=lambda: dist.all_reduce(torch.ones(2), ReduceOp.BAND))
     raises(
         ValueError,
@@ -326,6 +329,14 @@ def messages(rank: int, size: int) -> None:
             assert sender == tensor.item()
             senders.add(sender)
         assert senders == set(range(1, size))
+    numbers = [torch.empty(1) for _ in range(3)]
+    works = [dist.irecv(number, before, tag=5) for number in numbers]
+    for k in range(3):  # messages arrive in the order of calls
+        dist.send(torch.tensor([float(k)]), after, tag=5)
+    for work in works:
+        work.wait()
+    assert torch.cat(numbers).tolist() == [0, 1, 2]
+    raises(ValueError, "tag -1; expected 0 to", act=lambda: dist.send(numbers[0], after, tag=-1))
     outgoing, incoming = torch.full((4,), float(rank)), torch.empty(4)
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, outgoing, after), dist.P2POp(dist.irecv, incoming, before)]
@@ -383,6 +394,8 @@ def groups_in_any_order(rank: int, size: int) -> None:
         work.wait()
     for pair in pairs:
         assert tensors[pair].item() == sum(pair)
+    for pair in pairs:
+        dist.monitored_barrier(made[pair])
     ranks = list(range(size))
     for _ in range(3):  # with the same communicators
         whole = dist.new_group(ranks[::-1])
