@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from wfbp.comm.backend import Backend, Work
+from wfbp.comm.backend import HostBackend, Work
 from wfbp.comm.memory import Memory
 from wfbp.config import Config
 
@@ -37,17 +37,17 @@ class Owner(Protocol):
     def check_measurement(self, label: str, waited_s: float) -> None:
         """Raise if waiting for other ranks is hopeless."""
 
-    def number_of(self, lane_backend: Backend) -> int:
+    def number_of(self, lane_backend: HostBackend) -> int:
         """The number of a lane's backend, the same on every rank."""
 
 
 Call = Callable[[Callable[[Any], Work[Any]], str], Any]
 """Runs one collective on a channel's backend, with a label."""
 
-Location = Callable[[Owner, Backend, Call], Memory]
+Location = Callable[[Owner, HostBackend, Call], Memory]
 """The place of a lane's tensors: makes the lane's memory on this backend; a collective."""
 
 
-def in_host_memory(owner: Owner, backend: Backend, call: Call) -> Memory:
+def in_host_memory(owner: Owner, backend: HostBackend, call: Call) -> Memory:
     """The location of tensors in the host's memory."""
     return Memory(backend, owner.config.zero_copy_min_bytes)

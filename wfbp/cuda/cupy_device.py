@@ -202,19 +202,6 @@ class CupyDevice(Device):
             memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
         return np.frombuffer(memory, np.uint8, nbytes)
 
-    def borrow(self, address: int, nbytes: int, owner: object) -> Buffer:
-        self._ensure_context()
-        cupy = self._cupy
-        if not nbytes:  # frameworks give no address then
-            with cupy.cuda.Device(self.index):
-                nothing: Buffer = cupy.empty(0, cupy.uint8)
-            return nothing
-        memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self.index)
-        array: Buffer = cupy.ndarray(
-            (nbytes,), cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0)
-        )
-        return array
-
     def address(self, buffer: Buffer) -> int:
         if isinstance(buffer, np.ndarray):
             return int(buffer.__array_interface__["data"][0])

@@ -64,13 +64,12 @@ class Runtime:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: HostBackend,
         config: Config,
         *,
         within: Runtime | None = None,
         members: Members = ALL_RANKS,
     ) -> None:
-        assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
         self.config = config
         self.members = members
         self._within = within
@@ -91,7 +90,7 @@ class Runtime:
         self._closed = False
         # Pairs of backends made for lanes, in the same order on every rank, and the numbers of
         # idle ones: the communication thread adds to these, a training thread takes.
-        self._leased: list[tuple[Backend, Backend]] = []
+        self._leased: list[tuple[HostBackend, HostBackend]] = []
         self._idle: set[int] = set()
         self._lanes: dict[int, LaneProtocol] = {}  # those in use, by the number of their backends
         # Those that cannot be freed at the end: numbers of their process sets and backends.
@@ -175,7 +174,7 @@ class Runtime:
         self._names[name] += 1
         return name if self._names[name] == 1 else f"{name}-{self._names[name]}"
 
-    def channel_on(self, backend: Backend) -> ControlChannel:
+    def channel_on(self, backend: HostBackend) -> ControlChannel:
         """A control channel that does not wait for those on other backends."""
         return ControlChannel(self.thread, backend, self.check, self.where, self.members)
 
@@ -212,7 +211,7 @@ class Runtime:
         ranks = self.members.ranks
         return fetched if ranks is None else {ranks.index(r): fetched[r] for r in fetched}
 
-    def lease(self, channel: ControlChannel) -> tuple[Backend, Backend]:
+    def lease(self, channel: ControlChannel) -> tuple[HostBackend, HostBackend]:
         """Backends for a new lane and for its exchanges, reused if all ranks have idle ones;
         collective."""
         # Two, because a step that some ranks discard may be under way while all exchange.
@@ -227,9 +226,8 @@ class Runtime:
         self._leased.append((self._duplicate(channel), self._duplicate(channel)))
         return self._leased[-1]
 
-    def _duplicate(self, channel: ControlChannel) -> Backend:
-        made: Backend = channel.call(lambda backend: Finished(backend.duplicate()), "making a lane")
-        return made
+    def _duplicate(self, channel: ControlChannel) -> HostBackend:
+        return channel.call(lambda backend: Finished(backend.duplicate()), "making a lane")
 
     def measure_costs(
         self,

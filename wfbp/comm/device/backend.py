@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, check_counts
-from wfbp.comm.backend import PROBE_LIMIT, Backend, Segment, Work
+from wfbp.comm.backend import PROBE_LIMIT, Backend, HostBackend, Segment, Work
 from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
 
@@ -40,9 +40,9 @@ class DeviceWork(Work[None]):
 class DeviceBackend(Backend):
     """A backend of device buffers; every collective returns a :class:`DeviceWork`. Collectives are
     enqueued in order on :attr:`stream`, and read a buffer when the stream reaches them. Payloads
-    and notices use ``host``, a backend over the same ranks for this object alone."""
+    use ``host``, a backend over the same ranks for this object alone."""
 
-    def __init__(self, device: Device, host: Backend) -> None:
+    def __init__(self, device: Device, host: HostBackend) -> None:
         self.device = device
         self.host = host
         self.stream = device.new_stream()
@@ -107,10 +107,6 @@ class DeviceBackend(Backend):
         """Combine adjacent blocks of bytes."""
 
     @abstractmethod
-    def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
-        """Copy the root's bytes."""
-
-    @abstractmethod
     def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
         """Fill adjacent blocks of bytes."""
 
@@ -141,10 +137,6 @@ class DeviceBackend(Backend):
         blocks = Blocks.of(self.size, data.nbytes, tuple(counts), dtype)
         return self._launch(lambda: self._reduce_scatter(data, blocks, dtype, op), blocks.total)
 
-    def broadcast(self, buffer: Buffer, root: int) -> DeviceWork:
-        data = raw(buffer, None)
-        return self._launch(lambda: self._broadcast(data, root), data.nbytes)
-
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> DeviceWork:
@@ -155,15 +147,6 @@ class DeviceBackend(Backend):
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         return self.host.all_gather_bytes(payload)
-
-    def send_notice(self, payload: bytes) -> None:
-        self.host.send_notice(payload)
-
-    def poll_notices(self) -> list[tuple[int, bytes]]:
-        return self.host.poll_notices()
-
-    def abort(self, code: int) -> None:
-        self.host.abort(code)
 
     def _launch(self, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
         """Start a collective after its packing, when its turn has come."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from wfbp.comm.backend import Backend, Finished, HostBackend
+from wfbp.comm.backend import Finished, HostBackend
 from wfbp.comm.device.backend import DeviceBackend
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.launch_order import LaunchOrder
@@ -73,7 +73,7 @@ class OnDevice:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def __call__(self, owner: Owner, backend: Backend, call: Call) -> DeviceMemory:
+    def __call__(self, owner: Owner, backend: HostBackend, call: Call) -> DeviceMemory:
         """The memory of a lane there; collective."""
         number, device = owner.number_of(backend), self.device
         links = next((each for each in owner.attached if isinstance(each, DeviceLinks)), None)
@@ -81,7 +81,6 @@ class OnDevice:
             owner.attached.append(links := DeviceLinks(owner))
         connected = links.backends.get((number, id(device)))
         if connected is None:
-            assert isinstance(backend, HostBackend)
             connect_lane = partial(links.connect_lane, number, device, backend)
             connected = call(lambda _: Finished(connect_lane()), CONNECTING)
         return DeviceMemory(connected, backend, owner.check)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox
+from wfbp.comm.backend import Finished, HostBackend, Mailbox
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.collectives.coordinator import Kind, Request
@@ -282,21 +282,18 @@ class Collectives:
                 process_set.lane.close()
 
 
-def _close(lane: NamedLane, _: Backend) -> Finished[None]:
+def _close(lane: NamedLane, _: HostBackend) -> Finished[None]:
     lane.close()
     return Finished(None)
 
 
 def _connect(
-    backend: Backend, ranks: tuple[int, ...]
+    backend: HostBackend, ranks: tuple[int, ...]
 ) -> tuple[HostBackend, Mailbox, HostBackend | None] | None:
     """Communicators of a set: data, messages, own runtime; None on other ranks."""
-    assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
     whole = len(ranks) == backend.size
     data = backend.duplicate() if whole else backend.subset(ranks)
     if data is None:
         return None
-    assert isinstance(data, HostBackend)
     own = None if whole else data.duplicate()
-    assert own is None or isinstance(own, HostBackend)
     return data, data.mailbox(), own

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
-from wfbp.comm.backend import Backend, Work
+from wfbp.comm.backend import HostBackend, Work
 from wfbp.errors import DisagreementError
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
@@ -51,7 +51,7 @@ class ControlChannel:
     def __init__(
         self,
         thread: CommunicationThread,
-        backend: Backend,
+        backend: HostBackend,
         check: Callable[[], None],
         where: str,
         members: Members = ALL_RANKS,
@@ -62,7 +62,7 @@ class ControlChannel:
         self._where = where
         self._members = members
 
-    def call(self, start: Callable[[Backend], Work[T]], label: str) -> T:
+    def call(self, start: Callable[[HostBackend], Work[T]], label: str) -> T:
         """Run one collective, begun by ``start``, and return its result."""
         self._check()
         backend = self._backend
