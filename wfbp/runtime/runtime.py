@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, Finished, HostBackend
-from wfbp.comm.locations import Attachment
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
@@ -33,6 +32,7 @@ from wfbp.runtime.timeline import TraceWriter
 from wfbp.runtime.tuning.network import NetworkCosts
 
 if TYPE_CHECKING:
+    from wfbp.comm.device.links import DeviceLinks
     from wfbp.runtime.collectives.operations import Collectives
 
 
@@ -117,7 +117,7 @@ class Runtime:
             self.thread, self._loop, self._fetches = within.thread, within._loop, within._fetches
             within._inner.append(self)
         self.collective_lock = CollectiveLock(self.rank)
-        self.attached: list[Attachment] = []
+        self.attached: list[DeviceLinks] = []
         """Attachments of the lanes' memory, closed with the runtime."""
         self.channel = self.channel_on(backend)
         # For lanes made later in a program, when ranks' exchanges may differ in order.

@@ -13,7 +13,6 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -181,7 +180,6 @@ class OptimizerSync:
         named: Sequence[tuple[str, torch.Tensor]],  # equal on every rank, as ``options``
         options: ReducerOptions,
         *,
-        sharded: bool,  # whether ranks update shards of what is decoupled
         local: list[None],  # not empty while backward passes accumulate without being sent
         sparse_as_dense: bool,
         on_difference: Callable[[DisagreementError], None],  # of hyperparameters between ranks
@@ -203,7 +201,6 @@ class OptimizerSync:
         kind = type(optimizer)
         self._only_sparse = issubclass(kind, torch.optim.SparseAdam)
         specs = [tensors.spec(n, p) for n, p in named]
-        options = replace(options, sharded_update=sharded)
         this = weakref.ref(self)
         self.reducer = reducer = Reducer(
             runtime,
@@ -245,7 +242,7 @@ class OptimizerSync:
         self._gathers_narrow = bool(options.gather_dtype)
         self._alone = False  # whether the last step was reduced with ranks that had joined
         sharding = None
-        if sharded and reducer.may_decouple:
+        if options.sharded_update and reducer.may_decouple:
             sharding = StateSharding(runtime, specs, params, optimizer, reducer.exchange)
         self.update = Update(reducer, optimizer, step, params, sharding, name)
         for param in params:

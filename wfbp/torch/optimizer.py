@@ -145,8 +145,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         original: torch.optim.Optimizer,  # of the class that this one extends
         known: list[tuple[str, torch.Tensor]] | None,  # as the user gave them
         options: ReducerOptions,
-        *,
-        sharded: bool,
         sparse_as_dense: bool,
     ) -> None:
         """Take the original's place; a collective."""
@@ -154,7 +152,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_runtime = runtime
         self._wfbp_known = known
         self._wfbp_options = options
-        self._wfbp_sharded = sharded
         self._wfbp_sparse_as_dense = sparse_as_dense
         self._wfbp_skip = False
         self._wfbp_local: list[None] = []  # one entry per no_sync() that the program is in
@@ -176,7 +173,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 lambda: self._wfbp_bare["step"](),
                 named,
                 self._wfbp_options,
-                sharded=self._wfbp_sharded,
                 local=self._wfbp_local,
                 sparse_as_dense=self._wfbp_sparse_as_dense,
                 on_difference=self._wfbp_differs,

@@ -200,16 +200,10 @@ def distribute(
     elif sharding is None:
         # Averages travel in 16 bits; updated parameters could not.
         sharding = not (options.wire_dtype and any(p.element_size() > 2 for p in params))
+    options = replace(options, sharded_update=bool(sharding) and not why)
     kind = type(optimizer)
     made = type(kind.__name__, (base, kind), {})
-    wrapped: DistributedOptimizerBase = made(
-        runtime,
-        optimizer,
-        known,
-        options,
-        sharded=bool(sharding) and not why,
-        sparse_as_dense=sparse_as_dense,
-    )
+    wrapped: DistributedOptimizerBase = made(runtime, optimizer, known, options, sparse_as_dense)
     return wrapped
 
 

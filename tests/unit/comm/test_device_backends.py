@@ -35,6 +35,7 @@ OF_HOSTS = (
         for op in ELEMENTWISE_OPS
         if dtype not in FLOATS + HALVES or op not in OPS
     ),
+    "bad_buffers",
     "broadcast",
     "delivered_segments",
     "integer_average",

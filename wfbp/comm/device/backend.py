@@ -14,7 +14,7 @@ import numpy as np
 from wfbp.comm.arrays import Buffer, check_counts
 from wfbp.comm.backend import PROBE_LIMIT, Backend, HostBackend, Segment, Work
 from wfbp.comm.device.device import Device, Event
-from wfbp.core.types import Op, item_bytes
+from wfbp.core.types import Op
 
 _NAP_S = 10e-6
 _LONG_NAP_S = 100e-6
@@ -121,7 +121,7 @@ class DeviceBackend(Backend):
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
     ) -> DeviceWork:
         assert not segments, "tensors on devices are packed"
-        data = raw(buffer, dtype)
+        data = raw(buffer)
         return self._launch(lambda: self._all_reduce(data, dtype, op), data.nbytes)
 
     def reduce_scatter(
@@ -133,7 +133,7 @@ class DeviceBackend(Backend):
         segments: Sequence[Segment] = (),
     ) -> DeviceWork:
         assert not segments, "tensors on devices are packed"
-        data = raw(buffer, dtype)
+        data = raw(buffer)
         blocks = Blocks.of(self.size, data.nbytes, tuple(counts), dtype)
         return self._launch(lambda: self._reduce_scatter(data, blocks, dtype, op), blocks.total)
 
@@ -141,7 +141,7 @@ class DeviceBackend(Backend):
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> DeviceWork:
         assert not segments, "tensors on devices are packed"
-        data = raw(buffer, None)
+        data = raw(buffer)
         blocks = Blocks.of(self.size, data.nbytes, tuple(counts), "uint8")
         return self._launch(lambda: self._all_gather(data, blocks), blocks.total)
 
@@ -160,17 +160,8 @@ class DeviceBackend(Backend):
         return launch() if self.in_order is None else self.in_order(launch, nbytes)
 
 
-def raw(buffer: Buffer, dtype: str | None) -> Buffer:
-    """A device buffer's bytes, checked as elements of ``dtype``; ``ValueError`` if unsuitable."""
-    if buffer.ndim != 1 or not buffer.flags.c_contiguous:
-        raise ValueError(
-            "a buffer must be one-dimensional and contiguous; "
-            f"found shape {buffer.shape}, strides {buffer.strides}"
-        )
-    if not getattr(buffer.flags, "writeable", True):
-        raise ValueError("a buffer that receives must be writeable")
-    if dtype is not None and buffer.nbytes % item_bytes(dtype):
-        raise ValueError(f"a buffer of {buffer.nbytes} bytes holds no whole number of {dtype}")
+def raw(buffer: Buffer) -> Buffer:
+    """A device buffer's bytes."""
     return buffer if buffer.dtype == np.uint8 else buffer.view(np.uint8)
 
 

@@ -16,7 +16,7 @@ from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.comm.device.memory import DeviceMemory
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
-from wfbp.comm.locations import Attachment, Call, Owner
+from wfbp.comm.memory import Call, Owner
 from wfbp.comm.waiting import Check, wait
 from wfbp.errors import BackendError, StallError
 
@@ -31,7 +31,7 @@ HOST_ID = "NCCL_HOSTID"
 log = logging.getLogger("wfbp")
 
 
-class DeviceLinks(Attachment):
+class DeviceLinks:
     """The device backends of one runtime, and their launch orders. Used under the progress lock."""
 
     def __init__(self, owner: Owner) -> None:
@@ -56,6 +56,7 @@ class DeviceLinks(Attachment):
         return backend
 
     def close(self, lanes: Collection[int] | None = None) -> None:
+        """Close what belongs to these lanes, or everything; collective."""
         for (number, _), backend in self.backends.items():
             if lanes is None or number in lanes:
                 backend.close()
@@ -63,6 +64,7 @@ class DeviceLinks(Attachment):
             order.close()
 
     def give_up(self) -> None:
+        """Stop waiting for other ranks."""
         for backend in self.backends.values():
             backend.give_up()
 
