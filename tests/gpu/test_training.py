@@ -91,23 +91,6 @@ def test_events_that_are_lent(cupy: Any) -> None:
     assert 0 < device.seconds(start, end) < 1
 
 
-def test_memory_that_is_borrowed(cupy: Any) -> None:
-    """A framework's memory as bytes, whole, in part and empty."""
-    device = CupyDevice(0)
-    stream = device.new_stream()
-    theirs = cupy.arange(100, dtype=cupy.float32)
-    cupy.cuda.Device(0).synchronize()
-    data = device.borrow(theirs.data.ptr, theirs.nbytes, theirs)
-    assert (data.nbytes, device.address(data)) == (400, theirs.data.ptr)
-    back = device.pinned(80)
-    device.copy(back, data[320:], stream)
-    last = device.record(stream)
-    while not device.done(last):
-        pass
-    assert back.view(np.float32).tolist() == list(range(80, 100))
-    assert device.borrow(0, 0, None).nbytes == 0
-
-
 def test_packing_through_the_seam(cupy: Any) -> None:
     device = CupyDevice(0)
     stream = device.new_stream()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from wfbp.comm.arrays import zeroed
 from wfbp.core.types import item_bytes
-from wfbp.cuda.pack import CASTS, SCALED, DevicePackTable, Kernels
+from wfbp.cuda.pack import CASTS, SCALED, CudaKernels, DevicePackTable
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -165,7 +165,7 @@ class Layout:
         return [arena[first:last] for first, last in ends]
 
 
-def run(layout: Layout, kernels: Kernels, address: int, stream: int = STREAM) -> None:
+def run(layout: Layout, kernels: CudaKernels, address: int, stream: int = STREAM) -> None:
     """Pack or unpack in the arena at an address."""
     case = layout.case
     table = DevicePackTable(

@@ -184,10 +184,6 @@ class SoftwareDevice(Device):
     def pinned(self, nbytes: int) -> Buffer:
         return np.full(nbytes, GARBAGE, np.uint8)
 
-    def borrow(self, address: int, nbytes: int, owner: object) -> Buffer:
-        self.calls["borrow"] += 1
-        return memory(address, nbytes)
-
     def address(self, buffer: Buffer) -> int:
         return int(buffer.__array_interface__["data"][0])
 

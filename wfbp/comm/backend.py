@@ -96,16 +96,6 @@ class Backend(ABC):
         collectives then prefer memory of :meth:`HostBackend.zeros`; else only all-reduce does."""
         return False
 
-    def may_progress(self) -> bool:
-        """Whether a test could make progress, here or on a duplicate; True if unknown. Cheap and
-        never blocks, but may do part of a test's work."""
-        return True
-
-    def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until an operation ends, testing every ``nap_s`` seconds, for at most ``most_s``.
-        False, without sleeping, if the backend cannot do this or nothing is under way."""
-        return False
-
     def stopwatch(self) -> Callable[[], float]:
         """Return a function that gives the seconds from now until all collectives started since are
         complete; call it once they are."""
@@ -151,10 +141,6 @@ class Backend(ABC):
         r. This rank's block receives its result; the other blocks are undefined afterwards."""
 
     @abstractmethod
-    def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
-        """Copy the root's bytes of ``buffer`` to every rank, in place."""
-
-    @abstractmethod
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> Work[None]:
@@ -165,29 +151,9 @@ class Backend(ABC):
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         """Every rank's payload, in rank order; lengths may differ and need not be known."""
 
-    @abstractmethod
-    def duplicate(self) -> Backend:
-        """A backend over the same ranks with separate collectives. Collective and blocking."""
-
-    @abstractmethod
-    def send_notice(self, payload: bytes) -> None:
-        """Send a short message to every other rank without waiting for a reader; not collective."""
-
-    @abstractmethod
-    def poll_notices(self) -> list[tuple[int, bytes]]:
-        """Notices that have arrived, as (sender, payload); never blocks."""
-
     def give_up(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
         """Stop waiting for everything under way, here and on duplicates. Buffers may then change or
         be freed; ranks that still read them fail."""
-
-    def release(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
-        """Release memory shared with other ranks, here and on duplicates. The last call; not
-        collective. Buffers still in use stay valid."""
-
-    @abstractmethod
-    def abort(self, code: int) -> None:
-        """End every rank at once; the last resort."""
 
     @abstractmethod
     def close(self) -> None:
@@ -219,7 +185,41 @@ class Mailbox(ABC):
 
 
 class HostBackend(Backend):
-    """A backend for host memory; adds what named operations need."""
+    """A backend for host memory; adds what named operations and the runtime need."""
+
+    def may_progress(self) -> bool:
+        """Whether a test could make progress, here or on a duplicate; True if unknown. Cheap and
+        never blocks, but may do part of a test's work."""
+        return True
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        """Sleep until an operation ends, testing every ``nap_s`` seconds, for at most ``most_s``.
+        False, without sleeping, if the backend cannot do this or nothing is under way."""
+        return False
+
+    @abstractmethod
+    def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
+        """Copy the root's bytes of ``buffer`` to every rank, in place."""
+
+    @abstractmethod
+    def duplicate(self) -> HostBackend:
+        """A backend over the same ranks with separate collectives. Collective and blocking."""
+
+    @abstractmethod
+    def send_notice(self, payload: bytes) -> None:
+        """Send a short message to every other rank without waiting for a reader; not collective."""
+
+    @abstractmethod
+    def poll_notices(self) -> list[tuple[int, bytes]]:
+        """Notices that have arrived, as (sender, payload); never blocks."""
+
+    def release(self) -> None:
+        """Release memory shared with other ranks, here and on duplicates. The last call; not
+        collective. Buffers still in use stay valid."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End every rank at once; the last resort."""
 
     def all_to_all(
         self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]

@@ -71,7 +71,7 @@ class CupyDevice(Device):
         count_devices()  # also lets the driver know of contexts
         self._ensure_context()
         with cupy.cuda.Device(index):
-            self._kernels = _compiled(index)
+            self._kernels = self._compiled()
             properties = runtime.getDeviceProperties(index)
         self.name = f"cuda:{index}"
         # The bus alone does not tell parts of a GPU apart.
@@ -83,6 +83,19 @@ class CupyDevice(Device):
         self._plain: list[int] = []
         self._timed: list[int] = []
         self._streams: list[Any] = []
+
+    def _compiled(self) -> CudaKernels:
+        """The packing kernels; ``ImportError`` if CuPy cannot compile them."""
+        try:
+            return CudaKernels(self.active)
+        except Exception as error:  # of its compiler, or for want of one
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ImportError(
+                f"CuPy cannot compile the packing kernels for cuda:{self.index}: {lines[0]}. It "
+                "needs NVRTC of the CUDA that it is built for: pip install 'wfbp[cuda12]' for "
+                "cupy-cuda12x, 'wfbp[cuda13]' for cupy-cuda13x; keep the one that PyTorch is built "
+                "for (torch.version.cuda)"
+            ) from error
 
     def nccl(self) -> Any:
         try:
@@ -202,19 +215,6 @@ class CupyDevice(Device):
             memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
         return np.frombuffer(memory, np.uint8, nbytes)
 
-    def borrow(self, address: int, nbytes: int, owner: object) -> Buffer:
-        self._ensure_context()
-        cupy = self._cupy
-        if not nbytes:  # frameworks give no address then
-            with cupy.cuda.Device(self.index):
-                nothing: Buffer = cupy.empty(0, cupy.uint8)
-            return nothing
-        memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self.index)
-        array: Buffer = cupy.ndarray(
-            (nbytes,), cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0)
-        )
-        return array
-
     def address(self, buffer: Buffer) -> int:
         if isinstance(buffer, np.ndarray):
             return int(buffer.__array_interface__["data"][0])
@@ -241,7 +241,7 @@ class CupyDevice(Device):
         stream: int,
         tensor_dtype: str = "",
         unpack_stream: int | None = None,
-    ) -> CudaTable:
+    ) -> DevicePackTable:
         self._ensure_context()
 
         def take() -> DevicePackTable:
@@ -258,7 +258,7 @@ class CupyDevice(Device):
                     unpack_stream,
                 )
 
-        return CudaTable(self, self._allocated(take, len(offsets) * TILE.itemsize))
+        return self._allocated(take, len(offsets) * TILE.itemsize)
 
     def is_capturing(self, stream: int) -> bool:
         if stream <= _LEGACY:  # cannot be captured, nor asked while another one is
@@ -292,23 +292,6 @@ class CupyDevice(Device):
             self._runtime.setDevice(before)
 
 
-class CudaTable:
-    """A pack table for threads whose current device may be another one."""
-
-    def __init__(self, device: CupyDevice, table: DevicePackTable) -> None:
-        self._device = device
-        self._table = table
-        self.pointers = table.pointers
-
-    def pack(self) -> None:
-        with self._device.active():
-            self._table.pack()
-
-    def unpack(self) -> None:
-        with self._device.active():
-            self._table.unpack()
-
-
 def count_devices() -> int:
     """Count CUDA devices without making a context; ``ImportError`` without CuPy or a driver."""
     _, runtime, _ = _modules()
@@ -316,20 +299,6 @@ def count_devices() -> int:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
         raise ImportError(f"CUDA finds no device: {error}") from error
-
-
-def _compiled(index: int) -> CudaKernels:
-    """The packing kernels; ``ImportError`` if CuPy cannot compile them."""
-    try:
-        return CudaKernels()
-    except Exception as error:  # of its compiler, or for want of one
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ImportError(
-            f"CuPy cannot compile the packing kernels for cuda:{index}: {lines[0]}. It needs NVRTC "
-            "of the CUDA that it is built for: pip install 'wfbp[cuda12]' for cupy-cuda12x, "
-            "'wfbp[cuda13]' for cupy-cuda13x; keep the one that PyTorch is built for "
-            "(torch.version.cuda)"
-        ) from error
 
 
 def _tolerate_captures() -> None:

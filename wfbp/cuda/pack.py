@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,18 +60,6 @@ _SOURCES = (
 )
 
 
-class Kernels(Protocol):
-    """The part of a device that pack tables use."""
-
-    def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
-        """Enqueue a table's copy to the device; returns its address and the owner of its memory,
-        which the stream reuses only after the launches that read it."""
-
-    def launch(self, name: str, num_blocks: int, arguments: int, stream: int) -> None:
-        """Enqueue a kernel of ``num_blocks`` blocks; ``name`` is the source's, without ``wfbp_``.
-        Reads ``arguments``, the address of one element of :data:`ARGUMENTS`, before it returns."""
-
-
 def kernel_name(source: str, target: str) -> str:
     """The kernel that converts and scales elements; ``ValueError`` if there is none."""
     if (source, target) not in CASTS and not (source == target and source in SCALED):
@@ -111,25 +99,30 @@ def stream_context(cupy: Any, stream: int) -> AbstractContextManager[object]:
 
 
 class CudaKernels:
-    """The kernels on the current device; see :class:`Kernels`. Any thread may launch if that device
-    is current there."""
+    """The kernels on the device that is current when this is made. Any thread may launch:
+    ``active`` makes that device current there."""
 
-    def __init__(self) -> None:
+    def __init__(self, active: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         import cupy
         from cupy_backends.cuda.api import driver
 
         self._cupy = cupy
+        self._active = active
         self._launch: Callable[..., None] = driver.launchKernel
         self._module = cupy.RawModule(code=source(), options=("-std=c++17",))
         self._module.compile()  # here, and not within the first step
         self._functions: dict[str, Any] = {}
 
     def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
+        """Enqueue a table's copy to the device; returns its address and the owner of its memory,
+        which the stream reuses only after the launches that read it."""
         with stream_context(self._cupy, stream):
             held = self._cupy.asarray(np.ascontiguousarray(table).view(np.uint8))
         return int(held.data.ptr), held
 
     def launch(self, name: str, num_blocks: int, arguments: int, stream: int) -> None:
+        """Enqueue a kernel of ``num_blocks`` blocks; ``name`` is the source's, without ``wfbp_``.
+        Reads ``arguments``, the address of one element of :data:`ARGUMENTS`, before it returns."""
         function = self._functions.get(name)
         if function is None:
             function = self._module.get_function(f"wfbp_{name}").kernel
@@ -137,7 +130,8 @@ class CudaKernels:
         # The driver takes a list of addresses, one per argument; ours is one structure.
         listed = ctypes.c_void_p(arguments)
         grid, block = (num_blocks, 1, 1), (THREADS, 1, 1)
-        self._launch(function.ptr, *grid, *block, 0, stream, ctypes.addressof(listed), 0)
+        with self._active():
+            self._launch(function.ptr, *grid, *block, 0, stream, ctypes.addressof(listed), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +160,7 @@ class DevicePackTable:
 
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: CudaKernels,
         buffer: int,
         capacity: int,
         offsets: Integers,

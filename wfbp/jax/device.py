@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.links import OnDevice
-from wfbp.comm.locations import Location, in_host_memory
+from wfbp.comm.memory import Location, in_host_memory
 from wfbp.cuda.cupy_device import CupyDevice, check_local_rank, count_devices
 from wfbp.errors import WfbpError
 from wfbp.runtime import process
@@ -50,23 +49,6 @@ class XlaStreams(Device):
             return place[1]
         return super().record(stream, timed)  # type: ignore[safe-super]
 
-    @property
-    @abstractmethod
-    def recorder(self) -> int:
-        """Address of a C function ``int record(void* event, void* stream)``; 0 is success."""
-
-    @abstractmethod
-    def lend(self, count: int) -> list[int]:
-        """Handles of timed events, for C code to record."""
-
-    @abstractmethod
-    def recorded(self, handle: int) -> Event:
-        """The event of a lent handle, which is no longer lent."""
-
-    @abstractmethod
-    def move(self, to: Sequence[int], source: Sequence[int], nbytes: Sequence[int]) -> None:
-        """Enqueue copies between addresses on the current stream."""
-
 
 class XlaDevice(XlaStreams, CupyDevice):
     """A CUDA device that JAX runs programs on; ``ImportError`` without CuPy or a driver."""
@@ -83,17 +65,21 @@ class XlaDevice(XlaStreams, CupyDevice):
 
     @property
     def recorder(self) -> int:
+        """Address of a C function ``int record(void* event, void* stream)``; 0 is success."""
         address = ctypes.cast(self._libcuda.cuEventRecord, ctypes.c_void_p).value
         assert address is not None
         return address
 
     def lend(self, count: int) -> list[int]:
+        """Handles of timed events, for C code to record."""
         return [self.take_event(timed=True) for _ in range(count)]
 
     def recorded(self, handle: int) -> Event:
+        """The event of a lent handle, which is no longer lent."""
         return self.own_event(handle, timed=True)
 
     def move(self, to: Sequence[int], source: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Enqueue copies between addresses on the current stream."""
         for copy in zip(to, source, nbytes, strict=True):
             self.copy_bytes(*copy, self.current_stream())
 
@@ -146,7 +132,7 @@ class Programs:
 class GpuPrograms(Programs):
     """Programs that run on a GPU."""
 
-    def __init__(self, handlers: Any, device: XlaStreams) -> None:
+    def __init__(self, handlers: Any, device: XlaDevice) -> None:
         self._handlers, self._device = handlers, device
         self.name, self.copy, self.location = f"GPU {device.index}", device.move, OnDevice(device)
 

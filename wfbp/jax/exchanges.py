@@ -24,14 +24,12 @@ from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.jax import native
-from wfbp.jax.device import HandlerPlace, Programs, find_programs
+from wfbp.jax.device import Copy, HandlerPlace, Programs, find_programs
 from wfbp.runtime import consistency, process, signals
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import GradientRef
-
-Copy = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
 
 
 @dataclass(frozen=True, eq=False)

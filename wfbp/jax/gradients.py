@@ -206,36 +206,6 @@ _wait = _make("wfbp_wait")
 """One primitive, so that no gradient's part of it is eliminated alone."""
 
 
-def argument_numbers(fun: Any, argnums: Any, user: str) -> tuple[int, ...]:
-    """The numbers in ``argnums``; ``TypeError`` for bad ones, which JAX would report only later."""
-    if not callable(fun):
-        raise TypeError(
-            f"{user}: expected a function, found a {type(fun).__qualname__}; pass the loss itself, "
-            "and call what is returned"
-        )
-    try:
-        listed = argnums if isinstance(argnums, Sequence) else (argnums,)
-        numbers = tuple(map(operator.index, listed))
-    except TypeError:
-        raise TypeError(
-            f"{user}: argnums is {argnums!r}; expected a whole number, or a sequence of them"
-        ) from None
-    try:
-        # A wrapper may take other arguments than the function that it wraps.
-        parameters = inspect.signature(fun, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):
-        return numbers
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return numbers
-    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    if not all(-count <= number < count for number in numbers):
-        raise TypeError(
-            f"{user}: argnums is {argnums!r}, but the function has {count} positional "
-            f"argument{'s' * (count != 1)}"
-        )
-    return numbers
-
-
 def _argument_names(fun: Any, count: int) -> list[str]:
     """Names of a function's first positional arguments, for messages."""
     try:
@@ -280,8 +250,8 @@ def value_and_grad(
         A function of the same arguments as ``fun``.
 
     Raises:
-        TypeError: not a function, or it lacks an argument of ``argnums``; when gradients are
-            computed, a leaf is not an array.
+        TypeError: not a function, or bad ``argnums``; when gradients are computed, too few
+            arguments, or a leaf is not an array.
         ValueError: a bad argument; when gradients are computed, one that cannot be sent.
         NotInitializedError: when gradients are computed before ``wfbp.init()``.
 
@@ -293,11 +263,12 @@ def value_and_grad(
         Array([1., 3.], dtype=float32)
     """
     user = "value_and_grad"
-    numbers = argument_numbers(fun, argnums, user)
+    both = jax.value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
+    listed = argnums if isinstance(argnums, Sequence) else (argnums,)
+    numbers = tuple(map(operator.index, listed))
     make = partial(describe, user, op, schedule, threshold_bytes, name)
     # Functions may be made before init(), where modules are loaded.
     make(process.current(user).config if process.is_initialized() else Config(), _ANY)
-    both = jax.value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun, updated=())
     def averaged(*args: Any, **kwargs: Any) -> Any:

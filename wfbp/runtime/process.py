@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wfbp import native
-from wfbp.comm.backend import Backend
+from wfbp.comm.backend import HostBackend
 from wfbp.comm.mpi.start_notice import under_launcher
 from wfbp.comm.waiting import num_cores
 from wfbp.config import Config, read_environment, unknown_variables
@@ -36,7 +36,7 @@ _watches_forks = False
 def start(
     comm: Any = None,
     *,
-    backend: Backend | None = None,
+    backend: HostBackend | None = None,
     config: Config | None = None,
     problem: Exception | None = None,
 ) -> None:
@@ -82,7 +82,7 @@ def start(
         os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> Backend:
+def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> HostBackend:
     """A backend of the ranks that meet by MPI; if they do not, reports ``problem``."""
     from wfbp.comm.mpi.backend import MpiBackend
     from wfbp.comm.mpi.start import world_rank

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from wfbp.comm.backend import Backend, HostBackend
-from wfbp.comm.locations import Attachment
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Operation
@@ -31,6 +30,7 @@ from wfbp.runtime.timeline import TraceWriter
 from wfbp.runtime.tuning.network import NetworkCosts
 
 if TYPE_CHECKING:
+    from wfbp.comm.device.links import DeviceLinks
     from wfbp.runtime.collectives.operations import Collectives
 
 
@@ -62,13 +62,12 @@ class Runtime:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: HostBackend,
         config: Config,
         *,
         within: Runtime | None = None,
         members: Members = ALL_RANKS,
     ) -> None:
-        assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
         self.config = config
         self.members = members
         self._within = within
@@ -89,7 +88,7 @@ class Runtime:
         self._closed = False
         # Pairs of backends made for lanes, in the same order on every rank, and the numbers of
         # idle ones: the communication thread adds to these, a training thread takes.
-        self._leased: list[tuple[Backend, Backend]] = []
+        self._leased: list[tuple[HostBackend, HostBackend]] = []
         self._idle: set[int] = set()
         self._lanes: dict[int, LaneProtocol] = {}  # those in use, by the number of their backends
         # Those that cannot be freed at the end: numbers of their process sets and backends.
@@ -116,7 +115,7 @@ class Runtime:
             self.thread, self._loop, self._fetches = within.thread, within._loop, within._fetches
             within._inner.append(self)
         self.collective_lock = CollectiveLock(self.rank)
-        self.attached: list[Attachment] = []
+        self.attached: list[DeviceLinks] = []
         """Attachments of the lanes' memory, closed with the runtime."""
         self.channel = self.channel_on(backend)
         # For lanes made later in a program, when ranks' exchanges may differ in order.
@@ -173,7 +172,7 @@ class Runtime:
         self._names[name] += 1
         return name if self._names[name] == 1 else f"{name}-{self._names[name]}"
 
-    def channel_on(self, backend: Backend) -> ControlChannel:
+    def channel_on(self, backend: HostBackend) -> ControlChannel:
         """A control channel that does not wait for those on other backends."""
         return ControlChannel(self.thread, backend, self.check, self.where, self.members)
 
@@ -210,7 +209,7 @@ class Runtime:
         ranks = self.members.ranks
         return fetched if ranks is None else {ranks.index(r): fetched[r] for r in fetched}
 
-    def lease(self, channel: ControlChannel) -> tuple[Backend, Backend]:
+    def lease(self, channel: ControlChannel) -> tuple[HostBackend, HostBackend]:
         """Backends for a new lane and for its exchanges, reused if all ranks have idle ones;
         collective."""
         # Two, because a step that some ranks discard may be under way while all exchange.
@@ -227,7 +226,7 @@ class Runtime:
         payloads = channel.exchange(json.dumps(sorted(self._idle)).encode(), label)
         return set.intersection(*(set(json.loads(payload)) for payload in payloads))
 
-    def _duplicate(self, channel: ControlChannel) -> Backend:
+    def _duplicate(self, channel: ControlChannel) -> HostBackend:
         return channel.run(lambda backend: backend.duplicate(), "making a lane")
 
     def measure_costs(

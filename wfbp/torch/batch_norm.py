@@ -109,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
         """A model whose layers of batch normalisation are these; parameters are kept.
 
         Args:
-            module: changed in place, unless it is such a layer itself.
+            module: changed in place.
             process_set: the ranks whose batches are one.
 
         Example:
@@ -118,21 +118,11 @@ class SyncBatchNorm(_BatchNorm):
             >>> type(wfbp.SyncBatchNorm.convert_sync_batchnorm(model)[0]).__name__
             'SyncBatchNorm'
         """
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            made = cls(
-                module.num_features,
-                module.eps,
-                module.momentum,
-                module.affine,
-                module.track_running_stats,
-                process_set,
-            )
-            made.training = module.training
-            made._parameters.update(module._parameters)
-            made._buffers.update(module._buffers)
-            return made
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert_sync_batchnorm(child, process_set))
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, cls):
+                layer.__class__ = cls  # its parameters, buffers and settings have the same names
+                if process_set is not global_process_set:
+                    vars(layer)["process_set"] = process_set
         return module
 
 

@@ -32,34 +32,28 @@ class Limit:
         Raises ``TypeError`` if a norm is no number, such as the parameters; ``ValueError`` if it is
         out of range.
         """
-        largest = _number(max_norm)
-        if largest is None or not largest >= 0:
-            kind = TypeError if largest is None else ValueError
-            raise kind(
-                f"max_norm is {_shown(max_norm)}; expected a number of at least 0. The optimizer "
-                "knows its parameters: call optimizer.clip_grad_norm_(max_norm)"
-            )
-        power = _number(norm_type)
-        if power is None or not power > 0:
-            kind = TypeError if power is None else ValueError
-            raise kind(f"norm_type is {_shown(norm_type)}; expected a number above 0, or infinity")
+        remedy = (
+            "a number of at least 0. The optimizer knows its parameters: call "
+            "optimizer.clip_grad_norm_(max_norm)"
+        )
+        largest = _number("max_norm", max_norm, remedy)
+        if not largest >= 0:
+            raise ValueError(f"max_norm is {largest}; expected {remedy}")
+        power = _number("norm_type", norm_type, "a number above 0, or infinity")
+        if not power > 0:
+            raise ValueError(f"norm_type is {power}; expected a number above 0, or infinity")
         return cls(largest, power, bool(error_if_nonfinite))
 
 
-def _number(value: Any) -> float | None:
-    """A number, also one in a tensor or an array; None for anything else."""
-    if isinstance(value, str | bytes):
-        return None
+def _number(name: str, value: Any, expected: str) -> float:
+    """A number, also one in a tensor or an array."""
     try:
-        return float(value)
+        if not isinstance(value, str | bytes):
+            return float(value)
     except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def _shown(value: Any) -> str:
-    """A value for messages: numbers and text as they are, else the class."""
-    plain = value is None or isinstance(value, str | int | float)
-    return repr(value) if plain else f"a {type(value).__qualname__}"
+        pass
+    shown = repr(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"
+    raise TypeError(f"{name} is {shown}; expected {expected}")
 
 
 def clip(
@@ -69,33 +63,27 @@ def clip(
     shards: Sequence[torch.Tensor],  # this rank's parts of gradients
     whole: Sequence[torch.Tensor],  # the same on every rank
     alone: bool = False,  # whether all are whole, and other ranks do not call this
-    shard_factor: float | None = None,  # by what shards will be multiplied; None to scale them here
-) -> tuple[float, float | None]:
-    """Scale gradients so that their norm is at most the limit's; a collective.
-
-    Returns the norm before, and the shards' factor from here on.
-    """
-    so_far = 1.0 if shard_factor is None else shard_factor
-    norms = [norm * so_far for norm in _norms(shards, limit.norm_type)]
+) -> float:
+    """Scale gradients so that their norm is at most the limit's, and return the norm before; a
+    collective."""
+    norms = _norms(shards, limit.norm_type)
     if alone or runtime.rank == 0:
         norms += _norms(whole, limit.norm_type)
-    mine = np.array([_power(norms, limit.norm_type), *astuple(limit)], np.float64)
+    mine = np.array([_total(norms, limit.norm_type), *astuple(limit)], np.float64)
     payloads = [mine.tobytes()] if alone else exchange(mine.tobytes(), LABEL)
-    powers = np.array([np.frombuffer(payload) for payload in payloads])
-    _compare(runtime, powers[:, 1:])
-    norm = _norm(powers[:, 0], limit.norm_type)
+    by_rank = [np.frombuffer(payload).tolist() for payload in payloads]
+    _compare(runtime, [limits for _, *limits in by_rank])
+    norm = _total([part for part, *_ in by_rank], limit.norm_type)
     if limit.error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"{runtime.where}: the norm of the gradients is {norm}, so they cannot be clipped. "
             "Leave this step out, or pass error_if_nonfinite=False"
         )
     factor = limit.max_norm / (norm + _TINY)
-    if factor >= 1.0:  # no number is not
-        return norm, shard_factor
-    scaled = [*shards, *whole] if shard_factor is None else [*whole]
-    if scaled:  # nothing where this rank's shards are empty
+    scaled = [*shards, *whole]
+    if factor < 1.0 and scaled:  # not if the norm is no number, nor for empty shards alone
         torch._foreach_mul_(scaled, factor)
-    return norm, None if shard_factor is None else so_far * factor
+    return norm
 
 
 def _norms(parts: Sequence[torch.Tensor], norm_type: float) -> list[float]:
@@ -107,23 +95,13 @@ def _norms(parts: Sequence[torch.Tensor], norm_type: float) -> list[float]:
     return torch.stack(norms).tolist() if norms else []  # where a device is waited for, once
 
 
-def _power(norms: Sequence[float], norm_type: float) -> float:
-    """The part of the norm that these contribute: the sum of their p-th powers, or the maximum."""
-    if math.isinf(norm_type):
-        return float(np.max(norms, initial=0.0))
+def _total(norms: Sequence[float], norm_type: float) -> float:
+    """The norm of all parts, from the norms of each."""
     with np.errstate(over="ignore"):  # then it is infinite
-        return float(np.sum(np.asarray(norms, np.float64) ** norm_type))
+        return float(np.linalg.norm([0.0, *norms], norm_type))
 
 
-def _norm(powers: Any, norm_type: float) -> float:
-    """The norm of all parts, from what every rank has of it; added in the same order everywhere."""
-    if math.isinf(norm_type):
-        return float(np.max(powers))
-    norm: float = float(np.sum(powers)) ** (1.0 / norm_type)
-    return norm
-
-
-def _compare(runtime: Runtime, limits: Any) -> None:
+def _compare(runtime: Runtime, limits: Sequence[Sequence[float]]) -> None:
     """Raise ``DisagreementError`` on every rank unless all clip alike."""
     for rank, theirs in enumerate(limits):
         for field, value, first in zip(fields(Limit), theirs, limits[0], strict=True):

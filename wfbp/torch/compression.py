@@ -8,42 +8,34 @@ import torch
 
 
 class Compressor:
-    """Turns a tensor into the one to send, and back; a base class."""
-
-    @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor to send, and what :meth:`decompress` needs to know."""
-        raise TypeError("Compressor is an interface; pass Compression.none, .fp16 or .bf16")
-
-    @classmethod
-    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor as it was, but for rounding."""
-        raise TypeError("Compressor is an interface; pass Compression.none, .fp16 or .bf16")
-
-
-class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
+    """Turns a tensor into the one to send, and back; this one sends tensors as they are."""
 
     dtype: torch.dtype | None = None
     """In which floating point travels; None: its own."""
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor to send, and what :meth:`decompress` needs to know."""
         narrow = tensor.to(cls.dtype) if cls.dtype and tensor.is_floating_point() else tensor
         return narrow, tensor.dtype
 
     @classmethod
     def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The tensor as it was, but for rounding."""
         return tensor.to(ctx)
 
 
-class FP16Compressor(NoneCompressor):
+class NoneCompressor(Compressor):
+    """Tensors travel as they are."""
+
+
+class FP16Compressor(Compressor):
     """Floating point travels as float16: 11 digits of 2, up to 65504."""
 
     dtype = torch.float16
 
 
-class BF16Compressor(NoneCompressor):
+class BF16Compressor(Compressor):
     """Floating point travels as bfloat16: 8 digits of 2, in float32's range."""
 
     dtype = torch.bfloat16

@@ -30,34 +30,24 @@ def sparse_sums(
     average: bool,
 ) -> dict[int, torch.Tensor]:
     """By index, the sum or average of what any rank has; halves are added in float32."""
-    mine: list[tuple[int, bytes, bytes] | None] = []
-    for index in reducer.sparse_anywhere:
-        if index not in sparse:
-            mine.append(None)
-            continue
-        grad = sparse[index].detach().coalesce()
-        places, values = tensors.on_host(grad.indices()), tensors.on_host(grad.values())
-        mine.append((places.shape[0], tensors.raw(places).tobytes(), tensors.raw(values).tobytes()))
+    mine: dict[int, tuple[Any, Any]] = {}
+    for index, gradient in sparse.items():
+        grad = gradient.detach().coalesce()
+        values = tensors.on_host(grad.values()).view(torch.uint8)  # NumPy lacks bfloat16
+        mine[index] = grad.indices().cpu().numpy(), values.numpy()
     payloads = reducer.exchange(pickle.dumps(mine), "sparse gradients")
     ranks = [pickle.loads(payload) for payload in payloads]
     divisor = len(ranks) if average else 1
     return {
-        index: _sum(params[index], [rank[k] for rank in ranks if rank[k] is not None], divisor)
-        for k, index in enumerate(reducer.sparse_anywhere)
+        index: _sum(params[index], [rank[index] for rank in ranks if index in rank], divisor)
+        for index in reducer.sparse_anywhere
     }
 
 
-def _sum(
-    param: torch.Tensor, parts: Sequence[tuple[int, bytes, bytes]], divisor: int
-) -> torch.Tensor:
+def _sum(param: torch.Tensor, parts: Sequence[tuple[Any, Any]], divisor: int) -> torch.Tensor:
     wide = torch.promote_types(param.dtype, torch.float32)
-    places, values = [], []
-    for dimensions, where, what in parts:
-        place = torch.frombuffer(bytearray(where), dtype=torch.int64) if where else torch.empty(0)
-        value = torch.frombuffer(bytearray(what), dtype=param.dtype) if what else torch.empty(0)
-        count = place.numel() // dimensions
-        places.append(place.to(torch.int64).reshape(dimensions, count))
-        values.append(value.to(wide).reshape(count, *param.shape[dimensions:]))
+    places = [torch.from_numpy(place) for place, _ in parts]
+    values = [torch.from_numpy(value).view(param.dtype).to(wide) for _, value in parts]
     total = torch.sparse_coo_tensor(
         torch.cat(places, 1), torch.cat(values), param.shape, check_invariants=True
     ).coalesce()

@@ -24,8 +24,7 @@ class ForwardProfiler:
         self._index = {id(p): k for k, p in enumerate(params)}
         self.watching = False
         self._handles: list[Any] = []
-        self._depth = 0
-        self._outermost: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
 
     def follow(self) -> None:
         """Start or stop watching, as the reducer asks."""
@@ -43,15 +42,14 @@ class ForwardProfiler:
     def stop(self) -> None:
         """Stop watching."""
         self._unhook()
-        modules = [module for ref in self._outermost.values() if (module := ref()) is not None]
-        if modules:
+        modules = [module for ref in self._modules.values() if (module := ref()) is not None]
+        if modules:  # the outermost of those with most parameters comes first
             model = max(modules, key=lambda m: sum(id(p) in self._index for p in m.parameters()))
             # A compiled module stands for the one that the user knows.
             name = type(getattr(model, "_orig_mod", model)).__name__
             if self._reducer.recorder is not None:
                 self._reducer.recorder.model = name
-        self._outermost.clear()
-        self._depth = 0
+        self._modules.clear()
 
     def abandon(self) -> None:
         """Stop watching from the next forward on."""
@@ -67,16 +65,12 @@ class ForwardProfiler:
         if not self.watching:
             self._unhook()
             return
-        if self._depth == 0 and id(module) not in self._outermost:
-            self._outermost[id(module)] = weakref.ref(module)
-        self._depth += 1
+        self._modules.setdefault(id(module), weakref.ref(module))
         for param in module._parameters.values():
             index = self._index.get(id(param))
             if index is not None:
                 self._reducer.clock.mark_forward(index)
 
     def _after(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if not self.watching:
-            return
-        self._depth = max(0, self._depth - 1)  # watching may begin within a forward
-        self._reducer.clock.mark_forward_end()
+        if self.watching:
+            self._reducer.clock.mark_forward_end()

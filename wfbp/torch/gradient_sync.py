@@ -9,26 +9,27 @@ in between. Hyperparameters are compared among ranks before the first update.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 
 from wfbp.core.types import Op
-from wfbp.errors import DisagreementError
+from wfbp.errors import DisagreementError, WfbpError
+from wfbp.runtime import process
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
-from wfbp.torch import exchanges, registry, tensors
+from wfbp.torch import exchanges, pending, tensors
 from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.forward_profiler import ForwardProfiler
-from wfbp.torch.state_sharding import State, StateSharding
+from wfbp.torch.state_sharding import StateSharding
 from wfbp.torch.updates import Reduced, Update
 
 log = logging.getLogger("wfbp")
@@ -40,6 +41,14 @@ _SAMPLED_ELEMENTS = 16
 _SAMPLED_GRADIENTS = 4
 _FIRST_STEPS, _EVERY_STEPS = 8, 64
 """Only these steps sample a device's gradients, because the host has to wait for the samples."""
+
+owners: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDictionary()
+"""By a parameter's id, the object that exchanges its gradients, and keeps it alive. (An attribute
+of the parameter would be pickled with it.)"""
+
+_in_use: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDictionary()
+"""By number, in the order of making."""
+_made = count()
 
 
 class GradientGuard:
@@ -171,7 +180,6 @@ class OptimizerSync:
         named: Sequence[tuple[str, torch.Tensor]],  # equal on every rank, as ``options``
         options: ReducerOptions,
         *,
-        sharded: bool,  # whether ranks update shards of what is decoupled
         local: list[None],  # not empty while backward passes accumulate without being sent
         sparse_as_dense: bool,
         on_difference: Callable[[DisagreementError], None],  # of hyperparameters between ranks
@@ -193,7 +201,7 @@ class OptimizerSync:
         kind = type(optimizer)
         self._only_sparse = issubclass(kind, torch.optim.SparseAdam)
         specs = [tensors.spec(n, p) for n, p in named]
-        options = replace(options, sharded_update=sharded)
+        this = weakref.ref(self)
         self.reducer = reducer = Reducer(
             runtime,
             specs,
@@ -206,13 +214,13 @@ class OptimizerSync:
                 ],
             },
             location=tensors.location_of(name, named),
-            fetch=_fetcher(weakref.ref(self)),
+            fetch=lambda index: this().source(index),  # type: ignore[union-attr]
         )
         # From here on nothing fails, so earlier owners of these parameters may let them go.
         if previous is not None:
             previous.release()
         for parameter_name, param in named:
-            if (other := registry.owners.get(id(param))) is not None and other is not previous:
+            if (other := owners.get(id(param))) is not None and other is not previous:
                 other.hand_over(parameter_name)
         self.successor = ""
         """What another optimizer has taken over, if any."""
@@ -229,24 +237,22 @@ class OptimizerSync:
         self.held: Reduced | None = None
         """Reduced gradients, if ``p.grad`` does not show them all."""
         self._compared = False
+        self.has_left = False
         self._is_clipped = False
-        # Gradients that are gathered in 16 bits are scaled after that: see clip_grad_norm_.
-        self._scales_later = bool(options.gather_dtype)
-        self._shard_factor: float | None = None
+        self._gathers_narrow = bool(options.gather_dtype)
         self._alone = False  # whether the last step was reduced with ranks that had joined
         sharding = None
-        if sharded and reducer.may_decouple:
+        if options.sharded_update and reducer.may_decouple:
             sharding = StateSharding(runtime, specs, params, optimizer, reducer.exchange)
-        self._step_whole = _timed(reducer, step)
-        self.update = Update(reducer, optimizer, self._step_whole, params, sharding, name)
+        self.update = Update(reducer, optimizer, step, params, sharding, name)
         for param in params:
-            registry.owners[id(param)] = self
+            owners[id(param)] = self
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(params):
             if param.requires_grad:
                 self._hook(index)
         weakref.finalize(self, _remove, self._hooks, reducer, self._forward.abandon)
-        self._key = registry.add(self)
+        _in_use[next(_made)] = self
 
     @property
     def open(self) -> bool:
@@ -433,7 +439,7 @@ class OptimizerSync:
         reduced = self._close(whole=False, wanted=wanted)
         shards = any(slot is not None and not slot.whole for slot in reduced)
         self.held = reduced if shards else None
-        self._is_clipped, self._shard_factor = False, None
+        self._is_clipped = False
 
     def synchronize(self, place: int = 0) -> bool:
         """Have whole averages and parameters; whether any rank had a gradient."""
@@ -449,12 +455,7 @@ class OptimizerSync:
             self._check_clipped()
             whole = self.reducer.gather_gradients(self.held)
             self.reducer.flush()
-            if self._shard_factor is not None:
-                for slot, held, param in zip(whole, self.held, self._params, strict=True):
-                    if slot is not None and held is not None and not held.whole:
-                        tensors.shared(slot.data).view(param.dtype).mul_(self._shard_factor)
             self._take(whole)
-            self._shard_factor = None
             self.held = None
         return any(slot is not None for slot in whole) or bool(self.reducer.sparse_anywhere)
 
@@ -471,12 +472,12 @@ class OptimizerSync:
     def step(self) -> Any:
         """Let the optimizer step; from here on decoupled parameters travel."""
         self._check_clipped()
-        update, reduced, factor = self.update, self.held, self._shard_factor
-        self.held = self._shard_factor = None
+        update, reduced = self.update, self.held
+        self.held = None
         try:
             if self._alone or not (self.reducer.decoupled or update.sharding is not None):
-                return self._step_whole()
-            return update.apply(reduced, factor)
+                return update.step_whole()
+            return update.apply(reduced)
         finally:
             if self.reducer.decoupled and self.reducer.profiling:
                 update.flush()  # nothing travels where compute is measured
@@ -486,9 +487,8 @@ class OptimizerSync:
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
         """Scale the reduced gradients; see the optimizer's method of that name."""
         self._check_clipped()
-        factor = self._shard_factor
-        if factor is None and self.held is not None and self._scales_later:
-            factor = 1.0
+        if self.held is not None and self._gathers_narrow:
+            self.synchronize()  # averages are rounded to 16 bits first, and scaled after that
         shards, whole = [], []
         for param, slot in zip(self._params, self.held or [None] * len(self._params), strict=True):
             if slot is not None and not slot.whole:
@@ -496,9 +496,7 @@ class OptimizerSync:
                     shards.append(tensors.shared(slot.data).view(param.dtype))
             elif param.grad is not None and (self.held is None or slot is not None):
                 whole.append(param.grad._values() if param.grad.is_sparse else param.grad)
-        norm, self._shard_factor = clip(
-            self.runtime, self.reducer.exchange, limit, shards, whole, self._alone, factor
-        )
+        norm = clip(self.runtime, self.reducer.exchange, limit, shards, whole, self._alone)
         if self.held is not None:
             # The optimizer uses the shards: that the program changes p.grad would be in vain.
             self._is_clipped = True
@@ -525,61 +523,18 @@ class OptimizerSync:
 
     def prepare_whole(self) -> None:
         """For a step with a closure: whole parameters, whole state, whole gradients."""
-        self.update.flush()
-        self.held = self._shard_factor = None
+        self.held = None
         self.update.make_whole()
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within it gradients are those of a closure, after which ranks combine their losses."""
-        self.reducer.evaluates = True
-        try:
-            yield
-        finally:
-            self.reducer.evaluates = False
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
-        self.held = self._shard_factor = None
+        self.held = None
         self._is_clipped = False
         self._guard.clear()
         self._sparse.clear()
         self._unsent.clear()
         if not self.successor:
             self.reducer.discard()
-
-    # State.
-
-    def whole_state(self) -> State | None:
-        """The whole state if ranks hold shards of it; any rank may ask, alone."""
-        self.update.flush()
-        sharding = self.update.sharding
-        return sharding.whole_state() if sharding else None
-
-    def take_whole_state(self) -> None:
-        """Let the state be whole here; on the other ranks it is about to be replaced by this."""
-        self.update.flush()
-        if (sharding := self.update.sharding) is not None:
-            sharding.take_whole_state()
-            self.update.forget()
-
-    def before_state_is_used(self) -> None:
-        """The program looks up state: updates that are due come first."""
-        if self.update.due:
-            self.update.pending.wait_all()
-
-    def make_state_whole(self) -> None:
-        """A method of the program's optimizer may use state; a collective if it is sharded."""
-        self.before_state_is_used()
-        if self.update.sharding:
-            self.update.flush()
-            self.update.make_whole()
-
-    def before_another_state(self, state: State) -> None:
-        """The optimizer is given other state: updates that are due belong to that before."""
-        self.update.flush()
-        if (sharding := self.update.sharding) is not None and not sharding.lies_in(state):
-            self.update.forget()
 
     # Ranks that have joined, because they have no more data.
 
@@ -621,13 +576,12 @@ class OptimizerSync:
         """Let the parameters go, up to date, and the state, whole; a collective."""
         self.prepare_whole()
         self.hand_over("these parameters")
-        registry.remove(self._key)
 
     def hand_over(self, shared: str) -> None:
         """Let the parameters go, up to date, because another object takes over ``shared``."""
         self.update.flush()
         self.update.let_go()
-        self.successor = shared
+        self.successor, self.has_left = shared, True
         _remove(self._hooks, self.reducer, self._forward.stop)
 
     def leave_buffers(self) -> None:
@@ -639,30 +593,10 @@ class OptimizerSync:
 
     def leave(self) -> None:
         """Let the parameters go, because the runtime ends; they are up to date."""
+        self.has_left = True
         self.update.let_go()
         self.leave_buffers()
         _remove(self._hooks, self.reducer, self._forward.stop)
-        registry.remove(self._key)
-
-
-def _timed(reducer: Reducer, step: Callable[[], Any]) -> Callable[[], Any]:
-    """An optimizer's ordinary step on whole gradients, whose time the reducer learns."""
-
-    def step_whole() -> Any:
-        start = reducer.clock.start_update()
-        result = step()
-        reducer.clock.mark_update(start)
-        return result
-
-    return step_whole
-
-
-def _fetcher(this: weakref.ref[OptimizerSync]) -> Callable[[int], GradientRef | None]:
-    def fetch(index: int) -> GradientRef | None:
-        sync = this()
-        return None if sync is None else sync.source(index)
-
-    return fetch
 
 
 def _remove(hooks: dict[int, Any], reducer: Reducer, unwatch: Callable[[], None]) -> None:
@@ -671,3 +605,44 @@ def _remove(hooks: dict[int, Any], reducer: Reducer, unwatch: Callable[[], None]
         handle.remove()
     hooks.clear()
     reducer.close()
+
+
+def in_use(runtime: Runtime | None = None) -> list[OptimizerSync]:
+    """Those of one runtime or of all that have not let their parameters go, in the order of
+    making."""
+    syncs = [sync for sync in list(_in_use.values()) if not sync.has_left]
+    return [sync for sync in syncs if runtime in (None, sync.runtime)]
+
+
+def _finish(runtime: Runtime) -> None:
+    """Before a runtime ends, bring parameters up to date, which is impossible afterwards."""
+    if runtime is not process.current("shutdown()"):
+        _leave_process_set(runtime)
+        return
+    for sync in set(owners.values()):
+        sync.leave_buffers()
+    for held in {owner for owner, _ in list(pending.under_way.values())}:
+        is_known = runtime.thread.error is not None  # to the program, by any call since
+        try:
+            held.wait_all()
+        except Exception as error:
+            if not is_known or not isinstance(error, WfbpError):
+                log.error("parameters are not up to date at the end: %s", error)
+        held.release()
+    for sync in set(owners.values()):
+        sync.update.let_go()
+
+
+process.before_end(_finish)
+
+
+def _leave_process_set(runtime: Runtime) -> None:
+    """Let its optimizers go, with whole parameters and state; collective among its ranks."""
+    mine = {sync.number: sync for sync in in_use(runtime)}
+    payloads = runtime.channel.exchange(json.dumps(list(mine)).encode(), "removing a process set")
+    # One that is forgotten may still be there on a rank whose interpreter has not collected it.
+    common = set.intersection(*(set(json.loads(numbers)) for numbers in payloads))
+    for number, sync in mine.items():
+        if number in common:
+            sync.prepare_whole()
+        sync.leave()

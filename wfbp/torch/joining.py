@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from wfbp.runtime import process, signals
 from wfbp.runtime.collectives import api
-from wfbp.torch import registry, state
+from wfbp.torch import gradient_sync, state
 
 at_end: list[Callable[[], None]] = []
 """Further steps of :func:`join` on all ranks, once all have joined."""
@@ -47,11 +47,11 @@ def join() -> int:
     operations = api.current("join()")
     if process.size() == 1:
         return operations.join()
-    if at_end or registry.in_use():
+    if at_end or gradient_sync.in_use():
         gc.collect()  # what is forgotten on all ranks must be on this one, too
     thread = process.current("join()").thread
     # Those of an earlier runtime may still be held, by a traceback for example.
-    syncs = [sync for sync in registry.in_use() if sync.runtime.thread is thread]
+    syncs = [sync for sync in gradient_sync.in_use() if sync.runtime.thread is thread]
 
     def follow() -> None:
         with ThreadPoolExecutor(len(syncs) or 1, "wfbp-join") as executor:

@@ -145,8 +145,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         original: torch.optim.Optimizer,  # of the class that this one extends
         known: list[tuple[str, torch.Tensor]] | None,  # as the user gave them
         options: ReducerOptions,
-        *,
-        sharded: bool,
         sparse_as_dense: bool,
     ) -> None:
         """Take the original's place; a collective."""
@@ -154,7 +152,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_runtime = runtime
         self._wfbp_known = known
         self._wfbp_options = options
-        self._wfbp_sharded = sharded
         self._wfbp_sparse_as_dense = sparse_as_dense
         self._wfbp_skip = False
         self._wfbp_local: list[None] = []  # one entry per no_sync() that the program is in
@@ -176,7 +173,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 lambda: self._wfbp_bare["step"](),
                 named,
                 self._wfbp_options,
-                sharded=self._wfbp_sharded,
                 local=self._wfbp_local,
                 sparse_as_dense=self._wfbp_sparse_as_dense,
                 on_difference=self._wfbp_differs,
@@ -212,7 +208,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def _wfbp_call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         sync = self._wfbp_sync
         if sync is not None:
-            sync.make_state_whole()
+            sync.update.make_whole()
             if sync.open:
                 # A rank without gradients continues, and would meet this step in its next call.
                 place = 1 + zlib.crc32(method.__name__.encode()) % _NUM_PLACES
@@ -234,13 +230,13 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         If ranks update shards, each holds its shards only; :meth:`state_dict` has the whole.
         """
         if self._wfbp_sync is not None:
-            self._wfbp_sync.before_state_is_used()
+            self._wfbp_sync.update.before_state_is_used()
         return self._wfbp_original.state
 
     @state.setter
     def state(self, state: Any) -> None:
         if self._wfbp_sync is not None:
-            self._wfbp_sync.before_another_state(state)
+            self._wfbp_sync.update.before_another_state(state)
         self._wfbp_original.state = state
 
     @_operation
@@ -469,8 +465,11 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if sync is None:
             self._wfbp_make_dense()
             return loss
-        with sync.evaluating():
+        sync.reducer.evaluates = True
+        try:
             self.synchronize()
+        finally:
+            sync.reducer.evaluates = False
         return combined_loss(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
 
     def _wfbp_forget_sync(self) -> None:
@@ -489,7 +488,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             WfbpError: ranks failed, or did not answer in time.
         """
         original, bare = self._wfbp_original, self._wfbp_bare["state_dict"]
-        whole = None if self._wfbp_sync is None else self._wfbp_sync.whole_state()
+        whole = None if self._wfbp_sync is None else self._wfbp_sync.update.whole_state()
         if whole is None:
             return bare()  # type: ignore[no-any-return]
         shards, original.state = original.state, whole  # type: ignore[assignment]
@@ -501,7 +500,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def _wfbp_take_whole_state(self) -> None:
         """Hold all of the state until the next step; the others are about to load it."""
         if self._wfbp_sync is not None:
-            self._wfbp_sync.take_whole_state()
+            self._wfbp_sync.update.take_whole_state()
 
     @_operation
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from wfbp.runtime import signals
 from wfbp.runtime.api.parameters import MANY, broadcast_one, compare_many
@@ -206,14 +206,10 @@ def _restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = [name for group in state["param_groups"] for name in group["params"]]
     for param, name in zip(params, names, strict=True):
-        held = optimizer.state.get(param, {})
-        for key, sent in state["state"].get(name, {}).items():
-            if key in held:
-                loaded, tree = tree_flatten(held[key])
-                wanted, sent_tree = tree_flatten(sent)
-                if tree == sent_tree:
-                    pairs = zip(loaded, wanted, strict=True)
-                    held[key] = tree_unflatten([_as_sent(a, b) for a, b in pairs], tree)
+        held, sent = optimizer.state.get(param, {}), state["state"].get(name, {})
+        for key in held.keys() & sent.keys():
+            with suppress(ValueError):  # the optimizer keeps it in another form
+                held[key] = tree_map(_as_sent, held[key], sent[key])
 
 
 def _as_sent(loaded: Any, sent: Any) -> Any:

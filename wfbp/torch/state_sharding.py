@@ -183,14 +183,6 @@ class StateSharding:
                 state[param] = entry
         return state
 
-    def take_whole_state(self) -> None:
-        """Let the state be whole here, until the next update; the others must do so, too."""
-        if self._shards:
-            whole, state = self.whole_state(), self._state
-            state.clear()
-            state.update(whole)
-            self.forget()
-
     def lies_in(self, state: State) -> bool:
         """Whether there is state of any shard among this, or what stands for it."""
         return any(key in state for key in (*self._shards.values(), _MARK))

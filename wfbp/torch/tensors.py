@@ -12,7 +12,7 @@ import torch
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.links import OnDevice
-from wfbp.comm.locations import Location, in_host_memory
+from wfbp.comm.memory import Location, in_host_memory
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.cupy_device import check_local_rank
 from wfbp.runtime import process
@@ -169,7 +169,7 @@ def view(data: Buffer, layout: Layout) -> torch.Tensor:
 def location_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Location:
     """The place where all these tensors lie.
 
-    Raises ``ValueError`` for several devices or other kinds, ``ImportError`` without CuPy.
+    Raises ``ValueError`` for several devices, ``ImportError`` without CuPy.
     """
     places = {tensor.device for _, tensor in named}
     if len(places) > 1:
@@ -179,11 +179,7 @@ def location_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Locatio
             f"{name}: all parameters of an optimizer must be on one device; found {shown}"
         )
     place = next(iter(places), torch.device("cpu"))
-    if place.type == "cpu":
-        return in_host_memory
-    if place.type != "cuda":
-        raise ValueError(f"{name}: parameters are on {place}; expected the CPU or a CUDA device")
-    return OnDevice(cuda_device(place.index or 0))
+    return in_host_memory if place.type == "cpu" else OnDevice(cuda_device(place.index or 0))
 
 
 @functools.cache

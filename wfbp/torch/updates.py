@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import optim
+from torch._functorch import pyfunctorch
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _python_dispatch
 
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.step import BufferView
 from wfbp.torch import tensors
 from wfbp.torch.pending import PendingParameters
-from wfbp.torch.state_sharding import StateSharding, ordered
+from wfbp.torch.state_sharding import State, StateSharding, ordered
 
 Reduced = Sequence[BufferView | None]
 Group = dict[str, Any]
@@ -52,14 +52,14 @@ class Update:
         self,
         reducer: Reducer,
         optimizer: optim.Optimizer,  # the program's own; its groups say what is stepped, and how
-        step_whole: Callable[[], Any],  # for whole gradients, parameters and state
+        step: Callable[[], Any],  # its ordinary one, for whole gradients, parameters and state
         params: Sequence[torch.Tensor],  # the reducer's, by index
         sharding: StateSharding | None,  # where ranks update shards
         name: str,
     ) -> None:
         self._reducer = reducer
         self._optimizer = optimizer
-        self._step_whole = step_whole
+        self._step = step
         self._bare_step = bare_step(type(optimizer))
         self._params = params
         self._device = params[0].device
@@ -72,27 +72,19 @@ class Update:
         self._gradients: dict[int, torch.Tensor] = {}
         self._aliases: dict[int, torch.Tensor] = {}
         self._snapshot: tuple[dict[str, Any], list[Group]] = {}, []
-        self._factor = 1.0
-        self._unscaled: set[int] = set()
         self._name = name
         self._seen: dict[int, Any] = {}
         self.pending = PendingParameters(params, reducer.await_tensor, self._complete, name)
-
-    @property
-    def due(self) -> bool:
-        """Whether the state of some parameters is still as before the last step."""
-        return self.sharding is None and bool(self.pending)
 
     def flush(self) -> None:
         """Wait until every parameter is up to date, and all that was gathered has arrived."""
         self.pending.wait_all()
         self._reducer.flush()
 
-    def apply(self, reduced: Reduced | None, factor: float | None = None) -> Any:
+    def apply(self, reduced: Reduced | None) -> Any:
         """Step, begin the all-gathers that the plan needs, and return the optimizer's result.
 
-        ``reduced`` is None where every ``p.grad`` is whole. Shards of gradients that are gathered
-        have yet to be multiplied by ``factor``.
+        ``reduced`` is None where every ``p.grad`` is whole.
         """
         if self._reducer.decoupled:
             self.flush()
@@ -103,21 +95,54 @@ class Update:
                 if self.sharding:
                     self.sharding.check()
                     return self._with_hooks(partial(self._step_shards, reduced))
-                return self._step_whole()
+                return self.step_whole()
             finally:
                 self.sharding.publish()
         if reduced is None:
-            return self._step_whole()
-        return self._with_hooks(partial(self._defer, reduced, factor))
+            return self.step_whole()
+        return self._with_hooks(partial(self._defer, reduced))
+
+    def step_whole(self) -> Any:
+        """Step as the optimizer does by itself."""
+        start = self._reducer.clock.start_update()
+        result = self._step()
+        self._reducer.clock.mark_update(start)
+        return result
 
     def make_whole(self) -> None:
-        """Have whole state on every rank, and whole updates until the next :meth:`apply`."""
+        """Have whole parameters and state on every rank, and whole updates until the next
+        :meth:`apply`; a collective if the state is sharded."""
+        self.flush()
         if self.sharding is not None:
             self.sharding.follow([])
             self._installed = 0
 
+    def whole_state(self) -> State | None:
+        """The whole state if ranks hold shards of it; any rank may ask, alone."""
+        self.flush()
+        return self.sharding.whole_state() if self.sharding else None
+
+    def take_whole_state(self) -> None:
+        """Let the state be whole here; on the other ranks it is about to be replaced by this."""
+        if (whole := self.whole_state()) is not None:
+            state = self._optimizer.state
+            state.clear()
+            state.update(whole)
+        self.forget()
+
+    def before_state_is_used(self) -> None:
+        """The program looks up state: replicated updates that are due come first."""
+        if self.sharding is None and self.pending:
+            self.pending.wait_all()
+
+    def before_another_state(self, state: State) -> None:
+        """The optimizer is given other state: updates that are due belong to that before."""
+        self.flush()
+        if self.sharding is not None and not self.sharding.lies_in(state):
+            self.forget()
+
     def forget(self) -> None:
-        """The optimizer's state is whole, because another one is being loaded."""
+        """The optimizer's state is whole, because another one was loaded."""
         if self.sharding is not None:
             self.sharding.forget()
             self._installed = 0
@@ -229,12 +254,9 @@ class Update:
 
     # Whole parameters, updated before they are read.
 
-    def _defer(self, reduced: Reduced, factor: float | None) -> Any:
+    def _defer(self, reduced: Reduced) -> Any:
         """Gather gradients, step what is not gathered, and leave the rest to :meth:`_complete`."""
         reducer, params = self._reducer, self._params
-        # (Some may be whole already: what was sent again because it had grown.)
-        shards = {k for k, slot in enumerate(reduced) if slot is not None and not slot.whole}
-        self._factor, self._unscaled = (1.0, set()) if factor is None else (factor, shards)
         # The program may go on with its own gradients where an earlier step left averages.
         grads = (p.grad for p in params)
         kept = {g.data_ptr() for g in grads if g is not None and g.layout is torch.strided}
@@ -268,7 +290,7 @@ class Update:
         compiler: Any = torch.compiler
         flag, compiler._is_compiling_flag = getattr(compiler, "_is_compiling_flag", False), False
         try:
-            _outside_modes(lambda: self._step_aliases(indices), self._device)
+            _outside_modes(lambda: self._step_aliases(indices))
         finally:
             compiler._is_compiling_flag = flag
         self._reducer.memory.publish()
@@ -284,9 +306,7 @@ class Update:
         device = self._device.type
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
             for index, alias in aliases.items():
-                alias.grad = grad = self._gradients.pop(index, None)
-                if grad is not None and index in self._unscaled:
-                    grad.mul_(self._factor)
+                alias.grad = self._gradients.pop(index, None)
                 param = self._params[index]
                 if self._seen.pop(index, marks := _marks(own.get(param))) != marks:
                     raise RuntimeError(
@@ -321,20 +341,15 @@ def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def _outside_modes(act: Callable[[], Any], device: torch.device) -> Any:
+def _outside_modes(act: Callable[[], Any]) -> Any:
     """Call a function where no mode and no transform (``torch.func``) affects tensors."""
-    # These belong to threads, so another thread calls it, on this one's stream, if any is active.
     functorch: Any = torch._C._functorch
     counts: Any = torch._C
     if functorch.peek_interpreter_stack() is None and not (
         counts._len_torch_dispatch_stack() or counts._len_torch_function_stack()
     ):
         return act()
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def on_stream() -> Any:
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            return act()
-
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(on_stream).result()
+    outside_transforms: Any = pyfunctorch.temporarily_clear_interpreter_stack
+    outside_dispatch: Any = _python_dispatch._disable_current_modes
+    with outside_transforms(), outside_dispatch(), torch._C.DisableTorchFunction():
+        return act()

@@ -189,7 +189,7 @@ def distribute(
     _check_previous(optimizer, runtime)
     await_all()  # pending parameters of dropped models would never be freed otherwise
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    why = _why_whole(optimizer, params, sharding)
+    why = _why_whole(optimizer, params, declared=sharding is True)
     if why:
         if sharding is True:
             raise ValueError(f"optimizer_sharding is True, but {why}; use None or False")
@@ -199,26 +199,21 @@ def distribute(
     elif sharding is None:
         # Averages travel in 16 bits; updated parameters could not.
         sharding = not (options.wire_dtype and any(p.element_size() > 2 for p in params))
+    options = replace(options, sharded_update=bool(sharding) and not why)
     kind = type(optimizer)
     made = type(kind.__name__, (base, kind), {})
-    wrapped: DistributedOptimizerBase = made(
-        runtime,
-        optimizer,
-        known,
-        options,
-        sharded=bool(sharding) and not why,
-        sparse_as_dense=sparse_as_dense,
-    )
+    wrapped: DistributedOptimizerBase = made(runtime, optimizer, known, options, sparse_as_dense)
     return wrapped
 
 
 def _why_whole(
-    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], sharding: bool | None
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], declared: bool
 ) -> str:
-    """Why an optimizer must not be stepped in parts; empty if it may."""
+    """Why an optimizer must not be stepped in parts; empty if it may. ``declared``: the program
+    says that it treats every element by itself."""
+    if why := why_not_elementwise(optimizer, declared):
+        return why
     kinds = {type(p) for p in params} - {torch.nn.Parameter}
-    if not is_elementwise(optimizer, sharding):
-        return "only PyTorch's elementwise optimizers are stepped in parts"
     if kinds:
         return f"parameters are of class {', '.join(sorted(k.__name__ for k in kinds))}"
     settings = [v for group in optimizer.param_groups for k, v in group.items() if k != "params"]
@@ -261,34 +256,25 @@ and the settings of its group. A subclass may override anything, and is not amon
 _WHOLE_ONLY = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
 
 
-def is_elementwise(optimizer: optim.Optimizer, sharding: bool | None) -> bool:
-    """Whether an optimizer may be stepped in parts: a declared one, or one that the program
-    declares by ``optimizer_sharding=True``.
-
-    Raises ``ValueError`` if it declares one that is known to need whole tensors.
-    """
+def why_not_elementwise(optimizer: optim.Optimizer, declared: bool) -> str:
+    """Why an optimizer may not treat every element by itself; empty if it does, because it is one
+    of :data:`ELEMENTWISE`, or ``declared`` by the program."""
     kind, attributes = type(optimizer), own_attributes(optimizer)
     own_step = attributes.get("step")
     while hasattr(own_step, "_wrapped_by_lr_sched"):  # a scheduler of rates only counts calls
         own_step = getattr(own_step, "__wrapped__", None)
-    replaced = own_step is not None and getattr(own_step, "__func__", own_step) is not kind.step
-    if sharding is True and (replaced or issubclass(kind, _WHOLE_ONLY)):
-        why = "its step was replaced" if replaced else "it looks at whole tensors"
-        raise ValueError(
-            f"optimizer_sharding is True, but {kind.__name__} does not treat every element by "
-            f"itself ({why}); use None or False"
-        )
+    if own_step is not None and getattr(own_step, "__func__", own_step) is not kind.step:
+        return f"the step of {kind.__name__} was replaced"
+    if not declared:
+        differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+        known = kind in ELEMENTWISE and _is_torchs(kind.step) and not differentiable
+        return "" if known else "only PyTorch's elementwise optimizers are stepped in parts"
+    if issubclass(kind, _WHOLE_ONLY):
+        return f"{kind.__name__} looks at whole tensors"
     # A copy of the optimizer steps a part, but a bound method would step the original.
     others = {k: v for k, v in attributes.items() if k != "step"}
     bound = [k for k, v in others.items() if _object_of(v) is optimizer]
-    if sharding is True and bound:
-        raise ValueError(
-            f"optimizer_sharding is True, but {kind.__name__} keeps its own method as the "
-            f"attribute {bound[0]!r}; look the method up at each call, or use None or False"
-        )
-    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    declared = kind in ELEMENTWISE and _is_torchs(kind.step) and not differentiable
-    return sharding is True or (declared and not replaced)
+    return f"{kind.__name__} keeps its own method as the attribute {bound[0]!r}" if bound else ""
 
 
 def _object_of(function: Any) -> object:

@@ -292,16 +292,6 @@ def test_kernels_are_compiled_when_a_device_is_made(monkeypatch: pytest.MonkeyPa
         CupyDevice(1)
 
 
-def test_memory_of_frameworks_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its address, without asking the driver where that is; its owner is kept."""
-    modules(Cuda(4), monkeypatch)
-    device, owner = CupyDevice(2), object()
-    found: Any = device.borrow(4096, 24, owner)
-    assert (found.nbytes, device.address(found)) == (24, 4096)
-    assert (found.data.device, found.data.owner) == (2, owner)
-    assert device.borrow(0, 0, owner).nbytes == 0
-
-
 def test_devices_are_told_apart_behind_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy reads a uuid up to its first zero; the driver tells all of it."""
     modules(Cuda(2), monkeypatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ import wfbp.jax as wfbp
 from tests.support.local import LocalWorld
 from wfbp.config import Config
 from wfbp.errors import NotInitializedError
-from wfbp.jax.gradients import argument_numbers
 
 
 @pytest.fixture(params=[False, True], ids=["before init", "after init"])
@@ -47,14 +45,14 @@ def loss(params: Any, x: Any, *, factor: float = 1.0) -> Any:
         (loss, {"schedule": "dear"}, ValueError, "value_and_grad needs whole gradients"),
         (loss, {"threshold_bytes": 0}, ValueError, "threshold_bytes is 0"),
         (loss, {"op": wfbp.Max}, ValueError, "op is .*Max; gradients can be "),
-        (loss, {"argnums": 2}, TypeError, "argnums is 2, but the function has 2 positional"),
-        (loss, {"argnums": -3}, TypeError, "argnums is -3, but the function has 2 positional"),
-        (loss, {"argnums": (0, 7)}, TypeError, r"argnums is \(0, 7\), but"),
-        (loss, {"argnums": "params"}, TypeError, "argnums is 'params'; expected a whole number"),
-        (loss, {"argnums": 0.0}, TypeError, "argnums is 0.0; expected a whole number"),
-        (loss, {"argnums": None}, TypeError, "argnums is None; expected a whole number"),
-        (jnp.float32(1), {}, TypeError, "expected a function, found a "),
-        ({"w": 1.0}, {}, TypeError, "expected a function, found a dict"),
+        (
+            loss,
+            {"argnums": "params"},
+            TypeError,
+            "'str' object cannot be interpreted",
+        ),
+        (loss, {"argnums": None}, TypeError, "'NoneType' object"),
+        ({"w": 1.0}, {}, TypeError, "Expected a callable value"),
     ],
 )
 @pytest.mark.usefixtures("moment")
@@ -63,36 +61,6 @@ def test_bad_arguments_are_told_at_once(
 ) -> None:
     with pytest.raises(kind, match=said):
         make(fun, **options)
-
-
-def several(*args: Any) -> Any:
-    return args
-
-
-class Model:
-    def __call__(self, a: Any, b: Any) -> Any:
-        return a, b
-
-
-def test_functions_of_which_little_is_known_are_believed() -> None:
-    """What JAX would take must not be refused."""
-    takes: list[tuple[Any, Any]] = [
-        (loss, 1),
-        (loss, -2),
-        (loss, jnp.int32(1)),
-        (several, 5),
-        (functools.partial(several, 1), 5),
-        (functools.wraps(loss)(several), 5),
-        (functools.partial(loss, {}), 0),
-        (Model(), 1),
-        (jax.jit(loss), 1),
-        (max, 3),
-    ]
-    for fun, argnums in takes:
-        assert argument_numbers(fun, argnums, "test") == (int(argnums),)
-    assert argument_numbers(loss, (0, -1), "test") == (0, -1)
-    with pytest.raises(TypeError, match=r"has 1 positional argument$"):
-        argument_numbers(functools.partial(loss, {}), 1, "test")
 
 
 def test_gradients_need_a_runtime() -> None:
@@ -136,3 +104,5 @@ def test_models_of_other_libraries_name_the_remedy() -> None:
 def test_too_few_arguments_are_left_to_jax() -> None:
     with pytest.raises(TypeError, match="positional arguments"):
         wfbp.grad(loss, argnums=1)({"w": jnp.ones(2)})
+    with pytest.raises(TypeError, match="positional arguments"):
+        wfbp.grad(loss, argnums=(0, 7))({"w": jnp.ones(2)}, 1.0)

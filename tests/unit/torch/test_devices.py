@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from wfbp.comm.locations import in_host_memory
+from wfbp.comm.memory import in_host_memory
 from wfbp.errors import NotInitializedError
 from wfbp.runtime import process
 from wfbp.torch import tensors
-from wfbp.torch.tensors import location_of, set_local_device
+from wfbp.torch.tensors import check, location_of, set_local_device
 
 
 def named(*devices: str) -> list[tuple[str, torch.Tensor]]:
@@ -31,7 +31,7 @@ def test_parameters_on_two_devices_are_refused() -> None:
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="on meta; expected the CPU or a CUDA device"):
-        location_of("SGD", named("meta"))
+        check(*named("meta")[0])
 
 
 class _Placed:

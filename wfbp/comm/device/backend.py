@@ -12,9 +12,9 @@ from itertools import accumulate
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, check_counts
-from wfbp.comm.backend import PROBE_LIMIT, Backend, Segment, Work
+from wfbp.comm.backend import PROBE_LIMIT, Backend, HostBackend, Segment, Work
 from wfbp.comm.device.device import Device, Event
-from wfbp.core.types import Op, item_bytes
+from wfbp.core.types import Op
 
 _NAP_S = 10e-6
 _LONG_NAP_S = 100e-6
@@ -40,9 +40,9 @@ class DeviceWork(Work[None]):
 class DeviceBackend(Backend):
     """A backend of device buffers; every collective returns a :class:`DeviceWork`. Collectives are
     enqueued in order on :attr:`stream`, and read a buffer when the stream reaches them. Payloads
-    and notices use ``host``, a backend over the same ranks for this object alone."""
+    use ``host``, a backend over the same ranks for this object alone."""
 
-    def __init__(self, device: Device, host: Backend) -> None:
+    def __init__(self, device: Device, host: HostBackend) -> None:
         self.device = device
         self.host = host
         self.stream = device.new_stream()
@@ -107,10 +107,6 @@ class DeviceBackend(Backend):
         """Combine adjacent blocks of bytes."""
 
     @abstractmethod
-    def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
-        """Copy the root's bytes."""
-
-    @abstractmethod
     def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
         """Fill adjacent blocks of bytes."""
 
@@ -125,7 +121,7 @@ class DeviceBackend(Backend):
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
     ) -> DeviceWork:
         assert not segments, "tensors on devices are packed"
-        data = raw(buffer, dtype)
+        data = raw(buffer)
         return self._launch(lambda: self._all_reduce(data, dtype, op), data.nbytes)
 
     def reduce_scatter(
@@ -137,33 +133,20 @@ class DeviceBackend(Backend):
         segments: Sequence[Segment] = (),
     ) -> DeviceWork:
         assert not segments, "tensors on devices are packed"
-        data = raw(buffer, dtype)
+        data = raw(buffer)
         blocks = Blocks.of(self.size, data.nbytes, tuple(counts), dtype)
         return self._launch(lambda: self._reduce_scatter(data, blocks, dtype, op), blocks.total)
-
-    def broadcast(self, buffer: Buffer, root: int) -> DeviceWork:
-        data = raw(buffer, None)
-        return self._launch(lambda: self._broadcast(data, root), data.nbytes)
 
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> DeviceWork:
         assert not segments, "tensors on devices are packed"
-        data = raw(buffer, None)
+        data = raw(buffer)
         blocks = Blocks.of(self.size, data.nbytes, tuple(counts), "uint8")
         return self._launch(lambda: self._all_gather(data, blocks), blocks.total)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         return self.host.all_gather_bytes(payload)
-
-    def send_notice(self, payload: bytes) -> None:
-        self.host.send_notice(payload)
-
-    def poll_notices(self) -> list[tuple[int, bytes]]:
-        return self.host.poll_notices()
-
-    def abort(self, code: int) -> None:
-        self.host.abort(code)
 
     def _launch(self, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
         """Start a collective after its packing, when its turn has come."""
@@ -177,17 +160,8 @@ class DeviceBackend(Backend):
         return launch() if self.in_order is None else self.in_order(launch, nbytes)
 
 
-def raw(buffer: Buffer, dtype: str | None) -> Buffer:
-    """A device buffer's bytes, checked as elements of ``dtype``; ``ValueError`` if unsuitable."""
-    if buffer.ndim != 1 or not buffer.flags.c_contiguous:
-        raise ValueError(
-            "a buffer must be one-dimensional and contiguous; "
-            f"found shape {buffer.shape}, strides {buffer.strides}"
-        )
-    if not getattr(buffer.flags, "writeable", True):
-        raise ValueError("a buffer that receives must be writeable")
-    if dtype is not None and buffer.nbytes % item_bytes(dtype):
-        raise ValueError(f"a buffer of {buffer.nbytes} bytes holds no whole number of {dtype}")
+def raw(buffer: Buffer) -> Buffer:
+    """A device buffer's bytes."""
     return buffer if buffer.dtype == np.uint8 else buffer.view(np.uint8)
 
 

@@ -76,10 +76,6 @@ class Device(ABC):
         """Host bytes that can be copied from and to without waiting."""
 
     @abstractmethod
-    def borrow(self, address: int, nbytes: int, owner: object) -> Buffer:
-        """Memory of this device that a framework allocated, as bytes; keeps ``owner`` alive."""
-
-    @abstractmethod
     def address(self, buffer: Buffer) -> int:
         """A buffer's address."""
 

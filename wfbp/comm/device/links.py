@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from wfbp.comm.backend import Backend, Finished, HostBackend
+from wfbp.comm.backend import Finished, HostBackend
 from wfbp.comm.device.backend import DeviceBackend
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.comm.device.memory import DeviceMemory
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
-from wfbp.comm.locations import Attachment, Call, Owner
+from wfbp.comm.memory import Call, Owner
 from wfbp.comm.waiting import Check, wait
 from wfbp.errors import BackendError, StallError
 
@@ -31,7 +31,7 @@ HOST_ID = "NCCL_HOSTID"
 log = logging.getLogger("wfbp")
 
 
-class DeviceLinks(Attachment):
+class DeviceLinks:
     """The device backends of one runtime, and their launch orders. Used under the progress lock."""
 
     def __init__(self, owner: Owner) -> None:
@@ -56,6 +56,7 @@ class DeviceLinks(Attachment):
         return backend
 
     def close(self, lanes: Collection[int] | None = None) -> None:
+        """Close what belongs to these lanes, or everything; collective."""
         for (number, _), backend in self.backends.items():
             if lanes is None or number in lanes:
                 backend.close()
@@ -63,6 +64,7 @@ class DeviceLinks(Attachment):
             order.close()
 
     def give_up(self) -> None:
+        """Stop waiting for other ranks."""
         for backend in self.backends.values():
             backend.give_up()
 
@@ -73,7 +75,7 @@ class OnDevice:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def __call__(self, owner: Owner, backend: Backend, call: Call) -> DeviceMemory:
+    def __call__(self, owner: Owner, backend: HostBackend, call: Call) -> DeviceMemory:
         """The memory of a lane there; collective."""
         number, device = owner.number_of(backend), self.device
         links = next((each for each in owner.attached if isinstance(each, DeviceLinks)), None)
@@ -81,7 +83,6 @@ class OnDevice:
             owner.attached.append(links := DeviceLinks(owner))
         connected = links.backends.get((number, id(device)))
         if connected is None:
-            assert isinstance(backend, HostBackend)
             connect_lane = partial(links.connect_lane, number, device, backend)
             connected = call(lambda _: Finished(connect_lane()), CONNECTING)
         return DeviceMemory(connected, backend, owner.check)

@@ -17,30 +17,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from wfbp.comm.arrays import INTEGER, Buffer
-from wfbp.comm.backend import Backend, Work
+from wfbp.comm.arrays import Buffer
+from wfbp.comm.backend import HostBackend, Work
 from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
-from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.waiting import Check, wait
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
 
-OPS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3, Op.AVERAGE: 4}
-"""``ncclRedOp_t``; the bindings take these numbers, but lack names for some."""
+OPS = {Op.SUM: 0, Op.AVERAGE: 4}
+"""``ncclRedOp_t``; the bindings take these numbers, but lack names for some. Gradients need no
+others."""
 
-DTYPES = {
-    "uint8": 1,
-    "int32": 2,
-    "int64": 4,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-}
+BYTE = 1
+DTYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 """``ncclDataType_t``."""
 
-BYTE = DTYPES["uint8"]
 _ABORT_S = 10.0
 _IN_PROGRESS = 7
 """``ncclInProgress``: no error."""
@@ -55,7 +47,7 @@ class NcclBackend(DeviceBackend):
     def __init__(
         self,
         device: Device,
-        host: Backend,
+        host: HostBackend,
         nccl: Any,
         timeout_s: float | None = None,
         check: Check | None = None,
@@ -65,7 +57,6 @@ class NcclBackend(DeviceBackend):
         self._timeout_s = timeout_s
         self._who = f"rank {self.rank} of {self.size}"
         self._over = False
-        self._staged: StagedBackend | None = None
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         mine, problem = b"", None
         if self.rank == 0:
@@ -90,23 +81,13 @@ class NcclBackend(DeviceBackend):
         if host.local_rank == 0:
             log.info("%s: NCCL %d", self._who, nccl.get_version())
 
-    def _through_host(self) -> StagedBackend:
-        """A backend for reductions that NCCL does not define; the first call is collective."""
-        if self._staged is None:
-            self._staged = StagedBackend(self.device, self.host.duplicate(), self.stream)
-        return self._staged
-
     def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
-        if not defines(dtype, op):
-            return self._through_host().all_reduce(data, dtype, op)
         address = self.device.address(data)
         count = data.nbytes // item_bytes(dtype)
         self._comm.allReduce(address, address, count, DTYPES[dtype], OPS[op], self.stream)
         return _NcclWork(self, data.nbytes, data)
 
     def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
-        if not defines(dtype, op):
-            return self._through_host()._reduce_scatter(data, blocks, dtype, op)
         address = self.device.address(data)
         types = DTYPES[dtype], OPS[op]
         if blocks.are_equal:
@@ -117,11 +98,6 @@ class NcclBackend(DeviceBackend):
             count = blocks.total // item_bytes(dtype)
             self._comm.allReduce(address, address, count, *types, self.stream)
         return _NcclWork(self, blocks.total, data)
-
-    def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
-        address = self.device.address(data)
-        self._comm.broadcast(address, address, data.nbytes, BYTE, root, self.stream)
-        return _NcclWork(self, data.nbytes, data)
 
     def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
         address = self.device.address(data)
@@ -172,13 +148,8 @@ class NcclBackend(DeviceBackend):
             if aborting.is_alive():
                 log.error("%s: NCCL has not aborted within %g s", self._who, _ABORT_S)
 
-    def duplicate(self) -> Backend:
-        return NcclBackend(self.device, self.host.duplicate(), self._nccl, self._timeout_s)
-
     def close(self) -> None:
         """Destroy the communicator. Collective; waits for incomplete works."""
-        if self._staged is not None:
-            self._staged.close()
         # NCCL does not wait for kernels on the streams of its callers.
         if not self._over and not self.settles(self._timeout_s):
             self.give_up()
@@ -245,15 +216,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"ncclResult_t {error.args[0]}, which CuPy does not know"
     return str(error)
-
-
-def defines(dtype: str, op: Op) -> bool:
-    """Whether NCCL combines elements as ``comm.arrays.combine`` does; else the host does.
-
-    >>> defines("float32", Op.AVERAGE), defines("int32", Op.AVERAGE), defines("float32", Op.MAX)
-    (True, False, False)
-    """
-    if dtype in INTEGER:
-        return op is not Op.AVERAGE
-    # NCCL loses NaN in minima and maxima.
-    return op not in (Op.MIN, Op.MAX)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wfbp.comm.arrays import Buffer, split
-from wfbp.comm.backend import Backend, Work
+from wfbp.comm.backend import HostBackend, Work
 from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
@@ -78,18 +78,12 @@ class StagedBackend(DeviceBackend):
     def __init__(
         self,
         device: Device,
-        host: Backend,
-        stream: int | None = None,
+        host: HostBackend,
         piece_bytes: int = PIECE_BYTES,
-        _family: list[StagedBackend] | None = None,
     ) -> None:
         super().__init__(device, host)
         # Of its own: pieces start when their copies are done, at another time on every rank.
         self._carrier = host.duplicate()
-        self._family = [] if _family is None else _family
-        self._family.append(self)
-        if stream is not None:
-            self.stream = stream
         self._piece_bytes = piece_bytes
         self._waiting: deque[Piece] = deque()
         self._moving: deque[Piece] = deque()
@@ -125,12 +119,6 @@ class StagedBackend(DeviceBackend):
         others = [not mine for mine in own]
         return self._pieces(blocks.cut(data), 1, own, others, self._carrier.all_gather)
 
-    def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
-        mine = self.rank == root
-        return self._pieces(
-            [data], 1, [mine], [not mine], lambda pinned, _: self._carrier.broadcast(pinned, root)
-        )
-
     def _nothing(self) -> DeviceWork:
         return self._pieces([], 1, [], [], self._carrier.all_gather)
 
@@ -165,15 +153,8 @@ class StagedBackend(DeviceBackend):
         return work
 
     def progress(self) -> None:
-        """Advance all messages, here and on duplicates; ``BackendError`` once anything failed."""
-        # Duplicates too: another rank may wait for one of their messages before it continues ours.
-        for member in self._family:
-            member._move_on()
+        """Advance all messages; ``BackendError`` once anything failed."""
         self.check()
-
-    def _move_on(self) -> None:
-        if self._error is not None:
-            return
         try:
             self._finish_travels()
             while self._waiting and (pinned := self._take_pinned()) is not None:
@@ -228,18 +209,9 @@ class StagedBackend(DeviceBackend):
     def give_up(self) -> None:
         """Does nothing: no work on the device waits for other ranks."""
 
-    def duplicate(self) -> Backend:
-        return StagedBackend(
-            self.device,
-            self.host.duplicate(),
-            piece_bytes=self._piece_bytes,
-            _family=self._family,
-        )
-
     def close(self) -> None:
         """Close the host's backends. Collective; every work must have been issued."""
         # Copies from pinned memory, which is given out again from here on.
         self.settles(_CLOSING_S)
-        self._family.remove(self)
         self._carrier.close()
         self.host.close()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import cloudpickle
 import numpy as np
 
-from wfbp.comm.backend import Backend
+from wfbp.comm.backend import HostBackend
 from wfbp.config import Config
 from wfbp.runtime import process
 from wfbp.runtime.collectives.coordinator import Kind, Request
@@ -27,7 +27,7 @@ def init(
     comm: Any = None,
     process_sets: Iterable[ProcessSet | Iterable[int]] | None = None,
     *,
-    backend: Backend | None = None,
+    backend: HostBackend | None = None,
     config: Config | None = None,
 ) -> None:
     """Join the other ranks of this job; call it before any other function.

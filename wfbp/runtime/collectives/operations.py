@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, HostBackend, Mailbox
+from wfbp.comm.backend import HostBackend, Mailbox
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.collectives.coordinator import Kind, Request
@@ -267,15 +267,12 @@ class Collectives:
 
 
 def _connect(
-    backend: Backend, ranks: tuple[int, ...]
+    backend: HostBackend, ranks: tuple[int, ...]
 ) -> tuple[HostBackend, Mailbox, HostBackend | None] | None:
     """Communicators of a set: data, messages, own runtime; None on other ranks."""
-    assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
     whole = len(ranks) == backend.size
     data = backend.duplicate() if whole else backend.subset(ranks)
     if data is None:
         return None
-    assert isinstance(data, HostBackend)
     own = None if whole else data.duplicate()
-    assert own is None or isinstance(own, HostBackend)
     return data, data.mailbox(), own

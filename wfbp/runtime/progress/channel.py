@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
-from wfbp.comm.backend import Backend, Finished, Work
+from wfbp.comm.backend import Finished, HostBackend, Work
 from wfbp.errors import DisagreementError
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
@@ -51,7 +51,7 @@ class ControlChannel:
     def __init__(
         self,
         thread: CommunicationThread,
-        backend: Backend,
+        backend: HostBackend,
         check: Callable[[], None],
         where: str,
         members: Members = ALL_RANKS,
@@ -62,13 +62,13 @@ class ControlChannel:
         self._where = where
         self._members = members
 
-    def call(self, start: Callable[[Backend], Work[T]], label: str) -> T:
+    def call(self, start: Callable[[HostBackend], Work[T]], label: str) -> T:
         """Run one collective, begun by ``start``, and return its result."""
         self._check()
         backend = self._backend
         return self._thread.call(lambda: start(backend), label, backend, self._members)
 
-    def run(self, act: Callable[[Backend], T], label: str) -> T:
+    def run(self, act: Callable[[HostBackend], T], label: str) -> T:
         """Run a function under the progress lock after earlier collectives; returns its result."""
         return self.call(lambda backend: Finished(act(backend)), label)
 

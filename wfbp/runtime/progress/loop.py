@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from wfbp.comm.backend import Backend, Work
+from wfbp.comm.backend import HostBackend, Work
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
 from wfbp.errors import PeerError, WfbpError
@@ -124,7 +124,7 @@ class ProgressLoop:
     count their waits, and read ``error``.
     """
 
-    def __init__(self, backend: Backend, config: Config, where: str) -> None:
+    def __init__(self, backend: HostBackend, config: Config, where: str) -> None:
         self.wakeup = AutoResetEvent()
         self.messages: deque[Message] = deque()
         self.error: WfbpError | None = None

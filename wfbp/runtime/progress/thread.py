@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from wfbp.comm.backend import Backend, Work
+from wfbp.comm.backend import HostBackend, Work
 from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
 from wfbp.errors import StallError, WfbpError
@@ -41,7 +41,7 @@ class CommunicationThread:
     look at the events.
     """
 
-    def __init__(self, backend: Backend, config: Config, where: str) -> None:
+    def __init__(self, backend: HostBackend, config: Config, where: str) -> None:
         self._config = config
         self._where = where
         self.loop = ProgressLoop(backend, config, where)
