@@ -139,7 +139,8 @@ def timeline() -> dict[str, Any]:
     ]
     for step in range(2):
         for place, name in enumerate(("forward", "backward", "wait for gradients")):
-            at = {"ts": 100.0 * step + 20 * place, "dur": 20.0, "args": {"step": step}}
+            facts = {"step": step} | ({"plan": "a"} if place == 2 else {})
+            at = {"ts": 100.0 * step + 20 * place, "dur": 20.0, "args": facts}
             events.append({"name": name, "ph": "X", **track, **at})
         facts = {"step": step, "group": 0, "bytes": 8, "tensors": 1}
         sent = {"ts": 100.0 * step + 30, "dur": 9.0, "args": facts}
@@ -227,9 +228,9 @@ def test_a_timeline_sums_up_the_steps_of_the_last_plan(tmp_path: Path) -> None:
     document = timeline()
     events, template = document["traceEvents"], document["traceEvents"][1:]
     for step in range(2, 9):
-        nbytes = 8 if step < 5 else 16
+        plan = {"plan": "a" if step < 5 else "b"}
         for event in template[:4]:
-            facts = event["args"] | {"step": step} | ({"bytes": nbytes} if "dur" in event else {})
+            facts = event["args"] | {"step": step} | (plan if "plan" in event["args"] else {})
             events.append({**event, "ts": event["ts"] + 100.0 * step, "args": facts})
     (tmp_path / "timeline.rank0.json").write_text(json.dumps(document))
     (row,) = json.loads(wfbp("timeline", tmp_path, "--json").out)["ranks"]
