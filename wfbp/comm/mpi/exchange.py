@@ -22,6 +22,7 @@ from wfbp.comm.arrays import Buffer, combine, split, typed
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.transfers import (
+    NUM_TAGS,
     Channel,
     Chunking,
     MpiWork,
@@ -42,6 +43,8 @@ from wfbp.comm.mpi.two_level import (
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from wfbp.comm.mpi.backend import MpiBackend
 
 STAGED = Chunking(chunk_bytes=2 << 20, window_bytes=8 << 20)
@@ -50,6 +53,8 @@ SMALL_BYTES = 64 << 10
 """All-reduces of up to this size are combined by every rank as a whole."""
 
 _ENTRY_BYTES = 16
+_FIRST_TAG = 2 * NUM_TAGS
+"""MPI's tag of the header of a message with tag 0; collectives use smaller ones."""
 
 Blocks = Sequence[Buffer | None]
 """One block of bytes per rank, or nothing."""
@@ -377,6 +382,44 @@ class Exchange:
                 for start, stop in chunks(data.nbytes // item, item, self._chunk_bytes)
             ]
         )
+
+    # Messages between two ranks: a header, and the data with the next tag.
+
+    @property
+    def largest_tag(self) -> int:
+        """The largest tag of messages; the smallest is 0."""
+        return ((self.channel.comm.Get_attr(self.channel.mpi.TAG_UB) or 0) - _FIRST_TAG) // 2 - 1
+
+    @property
+    def all_received(self) -> bool:
+        """Whether no message waits for a rank that receives it."""
+        mpi = self.channel.mpi
+        return not self.channel.comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG)
+
+    def send(self, header: bytes, data: Buffer, peer: int, tag: int) -> list[MPI.Request]:
+        """Send a message; its memory must outlive the requests."""
+        channel, first = self.channel, _FIRST_TAG + 2 * tag
+        return [
+            channel.comm.Isend([part, channel.mpi.BYTE], peer, first + number)
+            for number, part in enumerate((header, data))
+        ]
+
+    def probe(self, source: int | None, tag: int) -> tuple[int, bytes] | None:
+        """The source and header of the next message (None: from any rank), once it is here."""
+        mpi = self.channel.mpi
+        status = mpi.Status()
+        wanted = mpi.ANY_SOURCE if source is None else source
+        arrived = self.channel.comm.Improbe(wanted, _FIRST_TAG + 2 * tag, status)
+        if arrived is None:
+            return None
+        header = bytearray(status.Get_count(mpi.BYTE))
+        arrived.Recv([header, mpi.BYTE])
+        return status.Get_source(), bytes(header)
+
+    def receive(self, data: Buffer, source: int, tag: int) -> MPI.Request:
+        """Receive the data whose header :meth:`probe` has returned."""
+        channel = self.channel
+        return channel.comm.Irecv([data, channel.mpi.BYTE], source, _FIRST_TAG + 2 * tag + 1)
 
     def abandon(self) -> None:
         """Forget everything under way; its memory is never reused."""

@@ -7,23 +7,17 @@ the type and size, and the data. So a difference of type or size is an error of 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 
 from wfbp.comm.mpi.exchange import Exchange
-from wfbp.comm.mpi.transfers import NUM_TAGS
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.operations import sizes
 from wfbp.torch.distributed.work import Operation
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-FIRST_TAG = 2 * NUM_TAGS
-"""MPI's tag of headers with tag 0; collectives use smaller ones."""
 _LEFT_GRACE_S = 2.0
 
 _abandoned: list[Message] = []
@@ -42,7 +36,7 @@ class Message(Operation):
         self.results = [tensor]
         self.header = f"{tensor.nbytes} bytes of {tensor.dtype}"
         self.arrived = ""  # the header of the other rank's call
-        self.requests: list[MPI.Request] = []
+        self.requests: list[Any] = []  # of MPI
 
     def overtakes(self, earlier: Message) -> bool:
         """Whether both could receive the same message."""
@@ -56,17 +50,14 @@ class Messages:
     def __init__(self, runtime: Runtime, exchange: Exchange, group: str) -> None:
         self.pending: list[Message] = []
         self._runtime, self._exchange, self._group = runtime, exchange, group
-        self._mpi, self._comm = exchange.channel.mpi, exchange.channel.comm
-        self.largest_tag = ((self._comm.Get_attr(self._mpi.TAG_UB) or 0) - FIRST_TAG) // 2 - 1
         self._left_since: dict[int, float] = {}
 
     def submit(self, message: Message) -> None:
         """Begin a message."""
         if message.peer is not None and not message.receives:
-            tag = FIRST_TAG + 2 * message.tag
-            for part, content in enumerate((message.header.encode(), message.data)):
-                request = self._comm.Isend([content, self._mpi.BYTE], message.peer, tag + part)
-                message.requests.append(request)
+            message.requests = self._exchange.send(
+                message.header.encode(), message.data, message.peer, message.tag
+            )
         self.pending.append(message)
 
     def advance(self) -> bool:
@@ -78,7 +69,7 @@ class Messages:
                 self._match(message)
             if not message.requests:
                 unmatched.append(message)
-            elif self._mpi.Request.Testall(message.requests):
+            elif all(request.Test() for request in message.requests):
                 ended.append((message, self._difference(message)))
                 continue
             if (error := self._lateness(message)) is not None:
@@ -95,26 +86,17 @@ class Messages:
         _abandoned.extend(message for message in pending if message.requests)
         return pending
 
-    @property
-    def all_received(self) -> bool:
-        """Whether no message waits for a call that receives it."""
-        return not self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
-
     def _match(self, message: Message) -> None:
         """Begin to receive the next data for a call, of whatever type and size, once its header is
         here."""
-        status, tag = self._mpi.Status(), FIRST_TAG + 2 * message.tag
-        source = self._mpi.ANY_SOURCE if message.peer is None else message.peer
-        arrived = self._comm.Improbe(source, tag, status)
-        if arrived is None:
+        if (found := self._exchange.probe(message.peer, message.tag)) is None:
             return
-        header = bytearray(status.Get_count(self._mpi.BYTE))
-        arrived.Recv([header, self._mpi.BYTE])
-        message.arrived, message.work.source = header.decode(), status.Get_source()
+        message.work.source, header = found
+        message.arrived = header.decode()
         if message.arrived != message.header:
             message.data = np.empty(int(message.arrived.split()[0]), np.uint8)
-        data = [message.data, self._mpi.BYTE]
-        message.requests.append(self._comm.Irecv(data, message.work.source, tag + 1))
+        request = self._exchange.receive(message.data, message.work.source, message.tag)
+        message.requests.append(request)
 
     def _difference(self, message: Message) -> DisagreementError | None:
         """The error of a call that has received another type or size than it expects."""

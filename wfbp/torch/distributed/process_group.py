@@ -222,8 +222,8 @@ class ProcessGroup(dist.ProcessGroup):
             return getattr(self._other(tensor.device), kind)([tensor], *place, tag)
         if peer is not None and not 0 <= peer < self.exchange.size:
             raise ValueError(f"{kind}: rank {peer} of a group of {self.exchange.size}")
-        if not 0 <= tag <= self.lane.messages.largest_tag:
-            raise ValueError(f"{kind}: tag {tag}; expected 0 to {self.lane.messages.largest_tag}")
+        if not 0 <= tag <= self.exchange.largest_tag:
+            raise ValueError(f"{kind}: tag {tag}; expected 0 to {self.exchange.largest_tag}")
         return self._submit([Message(kind, tensor, peer, tag)], self._timeout, wakes=True)
 
     def monitored_barrier(
