@@ -237,13 +237,13 @@ COMM = [
     ),
     Mutation(
         "comm/mpi/two_level.py",
-        "if not all(flags.reached(peer, self._number, READY) for peer in flags.peers):",
-        "if not any(flags.reached(peer, self._number, READY) for peer in flags.peers):",
+        "return all(flags.reached(peer, self._number, phase) for peer in flags.peers)",
+        "return any(flags.reached(peer, self._number, phase) for peer in flags.peers)",
         unit("comm/test_two_level"),
     ),
     Mutation(
         "comm/mpi/two_level.py",
-        "return all(flags.reached(peer, number, TAKEN) for peer in flags.peers)",
+        "return self._all_reached(TAKEN)",
         "return True",
         unit("comm/test_two_level"),
     ),
