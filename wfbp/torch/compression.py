@@ -11,7 +11,7 @@ class Compressor:
     """Turns a tensor into the one to send, and back; this one sends tensors as they are."""
 
     dtype: torch.dtype | None = None
-    """In which floating point travels; None: its own."""
+    """The type in which floating point travels, or None for its own."""
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
