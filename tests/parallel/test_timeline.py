@@ -58,7 +58,7 @@ RANKS = 3
 STEPS = range(5, 40)
 WINDOW = 20
 """Steps of which statistics are."""
-SETTINGS = {"WFBP_WARMUP_STEPS": "2", "WFBP_PROFILE_STEPS": "3", "WFBP_REPLAN_THRESHOLD": "0"}
+SETTINGS = {"WFBP_WARMUP_STEPS": "1", "WFBP_PROFILE_STEPS": "3", "WFBP_REPLAN_THRESHOLD": "0"}
 
 
 @pytest.fixture(scope="module")
