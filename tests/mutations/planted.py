@@ -288,8 +288,8 @@ TORCH = [
     ),
     Mutation(
         "torch/pending.py",
-        "if index in group) + 1",
-        "if index in group)",
+        "while index not in arrived:",
+        "for _ in range(len(self._groups)):",
         unit("torch/test_pending"),
     ),
     Mutation(
