@@ -333,8 +333,8 @@ JAX = [
     ),
     Mutation(
         "jax/gradients.py",
-        "-count <= number < count",
-        "-count <= number <= count",
+        "-len(args) <= number < len(args)",
+        "-len(args) <= number <= len(args)",
         unit("jax/test_arguments"),
     ),
     Mutation(

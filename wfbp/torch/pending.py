@@ -150,8 +150,9 @@ class PendingParameters:
         """
         with self._lock:
             some = set(indices)
-            parts = ([index for index in group if index in some] for group in groups)
-            self._groups.extend(part for part in parts if part)
+            for group in groups:
+                if part := [index for index in group if index in some]:
+                    self._groups.append(part)
             self._thread = threading.get_ident()
             if (layout := (list(addresses), list(indices))) != self._layout:
                 self._layout = layout

@@ -52,14 +52,14 @@ class Update:
         self,
         reducer: Reducer,
         optimizer: optim.Optimizer,  # the program's own; its groups say what is stepped, and how
-        step: Callable[[], Any],  # its ordinary one, for whole gradients, parameters and state
+        step_whole: Callable[[], Any],  # for whole gradients, parameters and state
         params: Sequence[torch.Tensor],  # the reducer's, by index
         sharding: StateSharding | None,  # where ranks update shards
         name: str,
     ) -> None:
         self._reducer = reducer
         self._optimizer = optimizer
-        self._step = step
+        self._step_whole = step_whole
         self._bare_step = bare_step(type(optimizer))
         self._params = params
         self._device_type = params[0].device.type
@@ -93,19 +93,12 @@ class Update:
                 if self.sharding:
                     self.sharding.check()
                     return self._with_hooks(partial(self._step_shards, reduced))
-                return self.step_whole()
+                return self._step_whole()
             finally:
                 self.sharding.publish()
         if reduced is None:
-            return self.step_whole()
+            return self._step_whole()
         return self._with_hooks(partial(self._defer, reduced))
-
-    def step_whole(self) -> Any:
-        """Step as the optimizer does by itself."""
-        start = self._reducer.clock.start_update()
-        result = self._step()
-        self._reducer.clock.mark_update(start)
-        return result
 
     def make_whole(self) -> None:
         """Have whole parameters and state on every rank, and whole updates until the next
