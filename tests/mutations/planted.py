@@ -288,8 +288,8 @@ TORCH = [
     ),
     Mutation(
         "torch/pending.py",
-        "if index in group) + 1",
-        "if index in group)",
+        "while index not in arrived:",
+        "for _ in range(len(self._groups)):",
         unit("torch/test_pending"),
     ),
     Mutation(
@@ -333,8 +333,8 @@ JAX = [
     ),
     Mutation(
         "jax/gradients.py",
-        "-count <= number < count",
-        "-count <= number <= count",
+        "-len(args) <= number < len(args)",
+        "-len(args) <= number <= len(args)",
         unit("jax/test_arguments"),
     ),
     Mutation(

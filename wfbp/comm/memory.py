@@ -1,7 +1,5 @@
 """Memory for a lane's messages, and the order of operations on it.
 
-A *location* of tensors, the host or a device (``comm.device.links``), makes a lane's memory.
-
 On the host (:class:`Memory`) a call has finished when it returns, so nothing needs ordering. On a
 device (``comm.device.memory``) threads enqueue work and events order it between streams.
 A *stamp* is a moment in the training thread's or lane's work. On the host it is seconds of
@@ -12,18 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from wfbp import native
 from wfbp.comm.arrays import Buffer, zeroed
-from wfbp.comm.backend import Backend, HostBackend, Work
-from wfbp.config import Config
-
-if TYPE_CHECKING:
-    from wfbp.comm.device.links import DeviceLinks
+from wfbp.comm.backend import Backend, Work
 
 Stamp = Any
 Dependencies = Sequence[Any]
@@ -180,33 +174,3 @@ class Memory:
     def clock(self, begun: Stamp, done: Stamp) -> Callable[[Stamp], float]:
         """Return a function from a step's stamps to seconds, once the step is done; 0 stays 0."""
         return float
-
-
-class Owner(Protocol):
-    """The runtime that memory is made for."""
-
-    config: Config
-    where: str
-    thread: Any
-    attached: list[DeviceLinks]
-
-    def check(self) -> None:
-        """Raise the error that has ended the runtime, if any."""
-
-    def check_measurement(self, label: str, waited_s: float) -> None:
-        """Raise if waiting for other ranks is hopeless."""
-
-    def number_of(self, lane_backend: HostBackend) -> int:
-        """The number of a lane's backend, the same on every rank."""
-
-
-Call = Callable[[Callable[[Any], Work[Any]], str], Any]
-"""Runs one collective on a channel's backend, with a label."""
-
-Location = Callable[[Owner, HostBackend, Call], Memory]
-"""The place of a lane's tensors: makes the lane's memory on this backend; a collective."""
-
-
-def in_host_memory(owner: Owner, backend: HostBackend, call: Call) -> Memory:
-    """The location of tensors in the host's memory."""
-    return Memory(backend, owner.config.zero_copy_min_bytes)

@@ -13,7 +13,7 @@ import numpy as np
 
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.links import OnDevice
-from wfbp.comm.memory import Location, in_host_memory
+from wfbp.comm.locations import Location, in_host_memory
 from wfbp.cuda.cupy_device import CupyDevice, check_local_rank, count_devices
 from wfbp.errors import WfbpError
 from wfbp.runtime import process

@@ -11,7 +11,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from wfbp.comm.memory import Location, Stamp, in_host_memory
+from wfbp.comm.locations import Location, in_host_memory
+from wfbp.comm.memory import Stamp
 from wfbp.core.cost import Costs
 from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError

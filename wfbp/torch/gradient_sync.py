@@ -244,7 +244,8 @@ class OptimizerSync:
         sharding = None
         if options.sharded_update and reducer.may_decouple:
             sharding = StateSharding(runtime, specs, params, optimizer, reducer.exchange)
-        self.update = Update(reducer, optimizer, step, params, sharding, name)
+        self._step_whole = _timed(reducer, step)
+        self.update = Update(reducer, optimizer, self._step_whole, params, sharding, name)
         for param in params:
             owners[id(param)] = self
         self._hooks: dict[int, Any] = {}
@@ -476,7 +477,7 @@ class OptimizerSync:
         self.held = None
         try:
             if self._alone or not (self.reducer.decoupled or update.sharding is not None):
-                return update.step_whole()
+                return self._step_whole()
             return update.apply(reduced)
         finally:
             if self.reducer.decoupled and self.reducer.profiling:
@@ -597,6 +598,18 @@ class OptimizerSync:
         self.update.let_go()
         self.leave_buffers()
         _remove(self._hooks, self.reducer, self._forward.stop)
+
+
+def _timed(reducer: Reducer, step: Callable[[], Any]) -> Callable[[], Any]:
+    """An optimizer's ordinary step on whole gradients, whose time the reducer learns."""
+
+    def step_whole() -> Any:
+        start = reducer.clock.start_update()
+        result = step()
+        reducer.clock.mark_update(start)
+        return result
+
+    return step_whole
 
 
 def _remove(hooks: dict[int, Any], reducer: Reducer, unwatch: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -128,9 +129,7 @@ class PendingParameters:
         self._complete = complete
         self._name = name
         self._lock = threading.RLock()
-        self._left: set[int] = set()
-        self._groups: Sequence[Sequence[int]] = ()
-        self._next = 0
+        self._groups: deque[list[int]] = deque()
         self._thread = 0
         self._hook: Any = None
         self._layout: tuple[list[int], list[int]] = [], []
@@ -140,7 +139,7 @@ class PendingParameters:
         _all.add(self)
 
     def __bool__(self) -> bool:
-        return bool(self._left)
+        return bool(self._groups)
 
     def begin(
         self, indices: Sequence[int], groups: Sequence[Sequence[int]], addresses: Sequence[int]
@@ -150,9 +149,11 @@ class PendingParameters:
         ``groups`` arrive together, in this order; ``addresses`` are those of all parameters.
         """
         with self._lock:
-            self._groups, self._next = groups, 0
+            some = set(indices)
+            for group in groups:
+                if part := [index for index in group if index in some]:
+                    self._groups.append(part)
             self._thread = threading.get_ident()
-            self._left.update(indices)
             if (layout := (list(addresses), list(indices))) != self._layout:
                 self._layout = layout
                 self._storages = [
@@ -174,7 +175,7 @@ class PendingParameters:
 
     def wait_for_shared(self) -> None:
         """Wait for all where reads could not be noticed, at the end of ``step()``."""
-        if self._left and (
+        if self._groups and (
             self._stopped or any(_storage_uses(s.cdata) != _USES_OF_TWO for s in self._storages)
         ):
             self.wait_all()
@@ -189,14 +190,14 @@ class PendingParameters:
         """Wait until a parameter may be read; raises ``WfbpError`` if ranks failed or did not
         answer in time."""
         with signals.deferred, self._lock:
-            if index not in self._left:
+            if not any(index in group for group in self._groups):
                 return
             self._await_arrival(index)
             # All that has arrived with it, and no more: were the update to raise, ranks would lose
             # different parts of it.
-            end = next(k for k, group in enumerate(self._groups) if index in group) + 1
-            arrived = [k for g in self._groups[self._next : end] for k in g if k in self._left]
-            self._next = end
+            arrived: list[int] = []
+            while index not in arrived:
+                arrived += self._groups.popleft()
             try:
                 self._complete(arrived)
             except BaseException as error:
@@ -215,25 +216,29 @@ class PendingParameters:
                 f"{self._name}: an earlier update failed on this rank, so its parameters differ "
                 "from those of other ranks: end the job, and go on from a checkpoint"
             ) from self._failure
-        while self._left:
-            self.wait(next(k for group in reversed(self._groups) for k in group if k in self._left))
+        with self._lock:
+            while self._groups:
+                self.wait(self._groups[-1][-1])
 
     def release(self) -> None:
         """Let the parameters be as they were, whether they have arrived or not."""
         with self._lock:
-            self._put_back(list(self._left))
+            left = [index for group in self._groups for index in group]
+            self._groups.clear()
+            self._put_back(left)
 
-    def is_compiled(self) -> bool:
-        """Whether code that ``torch.compile`` has made reads any of the parameters."""
-        return any(hasattr(param, "_dynamo_static_input_type") for param in self._params)
+    def wait_if_compiled(self) -> None:
+        """Wait, and from now on in every step, if compiled code reads any of the parameters."""
+        if self._groups or any(hasattr(p, "_dynamo_static_input_type") for p in self._params):
+            self.stop("torch.compile reads them")
+            self.wait_all()
 
     def _put_back(self, indices: Iterable[int]) -> None:
         for index in indices:
             param = self._params[index]
             if under_way.pop(id(param), None) is not None:
                 param.__class__ = nn.Parameter
-            self._left.discard(index)
-        if not self._left and self._hook is not None:
+        if not self._groups and self._hook is not None:
             self._hook.remove()
             self._hook = None
 
@@ -271,6 +276,4 @@ def _listen() -> None:
 def _compiling(*_: object) -> None:
     """Before and after a compilation, whose guards compare classes."""
     for pending in list(_all):
-        if pending or pending.is_compiled():
-            pending.stop("torch.compile reads them")
-            pending.wait_all()
+        pending.wait_if_compiled()

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from wfbp.core.types import TensorSpec
@@ -261,13 +260,9 @@ class StateSharding:
     def _join(self, indices: Sequence[int]) -> None:
         """Have the whole state of sharded parameters; collective."""
         for batch in self._batches(indices):
-            outlines, parts = _collect(batch, self._shards, self._state)
-            mine = pickle.dumps((outlines, [part.tobytes() for part in parts]))
-            gathered: Fetched = {}
-            for rank, payload in enumerate(self._exchange(mine, _LABEL)):
-                outlines, texts = pickle.loads(payload)
-                gathered[rank] = outlines, [np.frombuffer(bytearray(t), np.uint8) for t in texts]
-            whole = self._put_together(batch, gathered)
+            mine = pickle.dumps(_collect(batch, self._shards, self._state))
+            payloads = self._exchange(mine, _LABEL)
+            whole = self._put_together(batch, dict(enumerate(map(pickle.loads, payloads))))
             for index in batch:
                 self._state.pop(self._shards.pop(index), None)
                 if entry := whole.get(index):

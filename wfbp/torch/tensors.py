@@ -12,7 +12,7 @@ import torch
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.links import OnDevice
-from wfbp.comm.memory import Location, in_host_memory
+from wfbp.comm.locations import Location, in_host_memory
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.cupy_device import check_local_rank
 from wfbp.runtime import process

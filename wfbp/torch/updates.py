@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import optim
@@ -52,28 +52,26 @@ class Update:
         self,
         reducer: Reducer,
         optimizer: optim.Optimizer,  # the program's own; its groups say what is stepped, and how
-        step: Callable[[], Any],  # its ordinary one, for whole gradients, parameters and state
+        step_whole: Callable[[], Any],  # for whole gradients, parameters and state
         params: Sequence[torch.Tensor],  # the reducer's, by index
         sharding: StateSharding | None,  # where ranks update shards
         name: str,
     ) -> None:
         self._reducer = reducer
         self._optimizer = optimizer
-        self._step = step
+        self._step_whole = step_whole
         self._bare_step = bare_step(type(optimizer))
         self._params = params
-        self._device = params[0].device
+        self._device_type = params[0].device.type
         self._index = {id(p): k for k, p in enumerate(params)}
         self.sharding = sharding
         self._installed = 0
         self._early: tuple[set[int], int] = set(), 0
         # Of a replicated update whose gradients are being gathered.
         self._layouts = [tensors.Layout.of(p) for p in params]
-        self._gradients: dict[int, torch.Tensor] = {}
-        self._aliases: dict[int, torch.Tensor] = {}
+        self._due: dict[int, _Due] = {}
         self._snapshot: tuple[dict[str, Any], list[Group]] = {}, []
         self._name = name
-        self._seen: dict[int, Any] = {}
         self.pending = PendingParameters(params, reducer.await_tensor, self._complete, name)
 
     def flush(self) -> None:
@@ -95,19 +93,12 @@ class Update:
                 if self.sharding:
                     self.sharding.check()
                     return self._with_hooks(partial(self._step_shards, reduced))
-                return self.step_whole()
+                return self._step_whole()
             finally:
                 self.sharding.publish()
         if reduced is None:
-            return self.step_whole()
+            return self._step_whole()
         return self._with_hooks(partial(self._defer, reduced))
-
-    def step_whole(self) -> Any:
-        """Step as the optimizer does by itself."""
-        start = self._reducer.clock.start_update()
-        result = self._step()
-        self._reducer.clock.mark_update(start)
-        return result
 
     def make_whole(self) -> None:
         """Have whole parameters and state on every rank, and whole updates until the next
@@ -132,7 +123,7 @@ class Update:
 
     def before_state_is_used(self) -> None:
         """The program looks up state: replicated updates that are due come first."""
-        if self.sharding is None and self.pending:
+        if self.sharding is None:
             self.pending.wait_all()
 
     def before_another_state(self, state: State) -> None:
@@ -256,30 +247,28 @@ class Update:
 
     def _defer(self, reduced: Reduced) -> Any:
         """Gather gradients, step what is not gathered, and leave the rest to :meth:`_complete`."""
-        reducer, params = self._reducer, self._params
+        reducer, params, optimizer = self._reducer, self._params, self._optimizer
         # The program may go on with its own gradients where an earlier step left averages.
         grads = (p.grad for p in params)
         kept = {g.data_ptr() for g in grads if g is not None and g.layout is torch.strided}
         whole = reducer.gather_gradients(reduced, kept)
-        groups = [
-            {k: _copied(v) for k, v in group.items()} for group in self._optimizer.param_groups
-        ]
-        self._snapshot = dict(vars(self._optimizer)), groups
-        self._aliases = {k: p.detach() for k, p in enumerate(params)}
-        now: list[int] = []
-        for index, slot in enumerate(whole):
+        groups = [{k: _copied(v) for k, v in group.items()} for group in optimizer.param_groups]
+        self._snapshot = dict(vars(optimizer)), groups
+        now: dict[int, torch.Tensor] = {}
+        for index, (param, slot) in enumerate(zip(params, whole, strict=True)):
             if not reducer.decouples_tensor(index):
-                now.append(index)
+                now[id(param)] = param
             elif slot is not None:
-                self._gradients[index] = tensors.view(slot.data, self._layouts[index])
-        waiting = list(self._gradients)
+                gradient = tensors.view(slot.data, self._layouts[index])
+                marks = _marks(optimizer.state.get(param))
+                self._due[index] = _Due(param.detach(), gradient, marks)
+        waiting = list(self._due)
         torch.autograd.graph.increment_version([params[k] for k in waiting])
-        state = self._optimizer.state
-        self._seen = {k: _marks(state.get(params[k])) for k in waiting}
-        self._gradients |= {k: g for k in now if (g := params[k].grad) is not None}
+        start = reducer.clock.start_update()
         try:
-            return self._step_aliases(now)
+            return self._run(vars(optimizer), optimizer.param_groups, now)
         finally:
+            reducer.clock.mark_update(start)
             self.pending.begin(waiting, reducer.gather_groups, [p.data_ptr() for p in params])
 
     def _complete(self, indices: Sequence[int]) -> None:
@@ -290,25 +279,24 @@ class Update:
         compiler: Any = torch.compiler
         flag, compiler._is_compiling_flag = getattr(compiler, "_is_compiling_flag", False), False
         try:
-            _outside_modes(lambda: self._step_aliases(indices))
+            _outside_modes(lambda: self._step_due(indices))
         finally:
             compiler._is_compiling_flag = flag
         self._reducer.memory.publish()
 
-    def _step_aliases(self, indices: Sequence[int]) -> Any:
+    def _step_due(self, indices: Sequence[int]) -> None:
         """Step some parameters with the settings from when the step was asked for."""
         # By aliases: gradients that the program has computed meanwhile stay the parameters'.
         start = self._reducer.clock.start_update()
         attributes, groups = self._snapshot
         own, state = self._optimizer.state, defaultdict[torch.Tensor, Any](dict)
-        aliases = {k: self._aliases.pop(k) for k in indices}
+        due = {self._params[k]: self._due.pop(k) for k in indices}
         # The thread that reads a parameter may be in a mode that step() was not called in.
-        device = self._device.type
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
-            for index, alias in aliases.items():
-                alias.grad = self._gradients.pop(index, None)
-                param = self._params[index]
-                if self._seen.pop(index, marks := _marks(own.get(param))) != marks:
+        plainly = torch.autocast(self._device_type, enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), plainly:
+            for param, (alias, gradient, marks) in due.items():
+                alias.grad = gradient
+                if _marks(own.get(param)) != marks:
                     raise RuntimeError(
                         f"{self._name}: the optimizer's state of a parameter was changed before "
                         "its update, which waits until the parameter is used. Look up "
@@ -316,14 +304,21 @@ class Update:
                     )
                 if param in own:
                     state[alias] = own[param]
-            attributes = {**attributes, "state": state}
-            targets = {id(self._params[k]): alias for k, alias in aliases.items()}
-            result = self._run(attributes, groups, targets)
-        for index, alias in aliases.items():
+            targets = {id(param): alias for param, (alias, *_) in due.items()}
+            self._run({**attributes, "state": state}, groups, targets)
+        for param, (alias, *_) in due.items():
             if alias in state:
-                own[self._params[index]] = state[alias]
+                own[param] = state[alias]
         self._reducer.clock.mark_update(start)
-        return result
+
+
+class _Due(NamedTuple):
+    """An update that is left for later: an alias of the parameter, the gradient that is under way,
+    and marks of the state from before."""
+
+    alias: torch.Tensor
+    gradient: torch.Tensor
+    marks: list[Any]
 
 
 def _marks(entry: dict[Any, Any] | None) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from wfbp.comm.memory import in_host_memory
+from wfbp.comm.locations import in_host_memory
 from wfbp.errors import NotInitializedError
 from wfbp.runtime import process
 from wfbp.torch import tensors

@@ -16,7 +16,7 @@ from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.comm.device.memory import DeviceMemory
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
-from wfbp.comm.memory import Call, Owner
+from wfbp.comm.locations import Call, Owner
 from wfbp.comm.waiting import Check, wait
 from wfbp.errors import BackendError, StallError
 
