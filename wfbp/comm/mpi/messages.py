@@ -77,8 +77,9 @@ class PointToPoint(Mailbox):
         own, self._own = self._own, []
         arrived = []
         with translating(self._mpi, self._who, "messages could not be read"):
-            self._notices = _under_way(self._notices)
-            self._messages = _under_way(self._messages)
+            if self._notices or self._messages:
+                self._notices = _under_way(self._notices)
+                self._messages = _under_way(self._messages)
             # Matched at once: no other thread can take the message between probe and receive.
             while (
                 message := self._comm.Improbe(self._mpi.ANY_SOURCE, NOTICE_TAG, status)
