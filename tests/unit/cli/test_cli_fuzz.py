@@ -227,9 +227,10 @@ def test_a_timeline_sums_up_the_steps_of_the_last_plan(tmp_path: Path) -> None:
     document = timeline()
     events, template = document["traceEvents"], document["traceEvents"][1:]
     for step in range(2, 9):
-        nbytes = 8 if step < 5 else 16
+        plan = {"plan": "first" if step < 5 else "last"}
         for event in template[:4]:
-            facts = event["args"] | {"step": step} | ({"bytes": nbytes} if "dur" in event else {})
+            facts = event["args"] | {"step": step}
+            facts |= plan if event["name"] == "wait for gradients" else {}
             events.append({**event, "ts": event["ts"] + 100.0 * step, "args": facts})
     (tmp_path / "timeline.rank0.json").write_text(json.dumps(document))
     (row,) = json.loads(wfbp("timeline", tmp_path, "--json").out)["ranks"]
