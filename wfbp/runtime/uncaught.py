@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import threading
@@ -82,8 +83,8 @@ def _report_thread(arguments: threading.ExceptHookArgs) -> None:
 
 def _place(traceback: TracebackType | None) -> str:
     """Place in the program: the innermost line that is neither of this package nor of Python."""
-    package = str(Path(__file__).resolve().parents[1])
-    frames = [f for f in extract_tb(traceback) if not f.filename.startswith((package, "<frozen"))]
+    ours = str(Path(__file__).resolve().parents[1]), contextlib.__file__, "<frozen"
+    frames = [f for f in extract_tb(traceback) if not f.filename.startswith(ours)]
     last = frames[-1] if frames else None
     return f"at {last.filename}:{last.lineno}, in {last.name}" if last else "within wfbp"
 
