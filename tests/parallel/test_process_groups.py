@@ -51,6 +51,40 @@ def test_detail_compares_all_operations_without_shared_memory(tmp_path: Path) ->
     assert texts == texts[:1] * 3
 
 
+SAME_STORE = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+import wfbp.torch as wfbp
+import wfbp.torch.distributed
+from wfbp.errors import StallError
+
+store = None
+for calls_on_rank_1 in (True, False):
+    wfbp.init()
+    rank = wfbp.rank()
+    store = store or dist.FileStore(sys.argv[1], 2)
+    dist.init_process_group("wfbp", store=store, rank=rank, world_size=2)
+    if calls_on_rank_1:
+        dist.monitored_barrier()
+    elif rank == 0:
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=0.5))
+        except StallError as error:
+            sys.stdout.write(f"{error}\\n")
+    wfbp.barrier()
+    dist.destroy_process_group()
+    wfbp.shutdown()
+"""
+
+
+def test_a_store_serves_several_runtimes(tmp_path: Path) -> None:
+    """What an earlier runtime has left in it does not count."""
+    run = mpirun(2, "-c", SAME_STORE, tmp_path / "store")
+    assert run.rc == 0, run
+    assert "Rank 1 failed to pass monitoredBarrier in 500 ms" in run.stdout, run
+
+
 LAUNCHED = """
 import os, sys
 SIMULATION

@@ -1,4 +1,4 @@
-"""What the ranks of a comparison share: errors, messages, and facts about the machine."""
+"""Errors, messages and facts about the machine, shared by the ranks of a comparison."""
 
 from __future__ import annotations
 

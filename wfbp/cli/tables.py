@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 250
 """Width of a pipe or a file; tables are wider if they need to be."""
 FOLDED = 24
-"""Width to which a column of text may shrink in a terminal."""
+"""The narrowest that a column of text becomes in a terminal."""
 
 
 def print_table(

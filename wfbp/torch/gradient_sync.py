@@ -214,7 +214,7 @@ class OptimizerSync:
                 ],
             },
             location=tensors.location_of(name, named),
-            fetch=lambda index: this().source(index),  # type: ignore[union-attr]
+            fetch=lambda index: sync.source(index) if (sync := this()) is not None else None,
         )
         # From here on nothing fails, so earlier owners of these parameters may let them go.
         if previous is not None:

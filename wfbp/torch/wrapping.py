@@ -210,7 +210,7 @@ def _why_whole(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], declared: bool
 ) -> str:
     """Why an optimizer must not be stepped in parts; empty if it may. ``declared``: the program
-    says that it treats every element by itself."""
+    asserts that the optimizer is elementwise."""
     if why := why_not_elementwise(optimizer, declared):
         return why
     kinds = {type(p) for p in params} - {torch.nn.Parameter}

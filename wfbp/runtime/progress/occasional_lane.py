@@ -1,4 +1,4 @@
-"""What lanes have in common that seldom have work."""
+"""The base of lanes that seldom have work."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ class Tuner:
 
     @property
     def _compresses_gathers(self) -> bool:
-        """Whether all-gathers carry gradients, in the type in which they are reduced."""
+        """Whether all-gathers carry gradients, which are compressed like reductions."""
         return not self._options.sharded_update
 
     @property

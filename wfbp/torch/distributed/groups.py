@@ -25,6 +25,9 @@ _NUM_TAGS = 1 << 15
 _LOOK_S = 1e-3
 
 _groups: Groups | None = None
+_world = 0
+"""How often all ranks were numbered. Over all runtimes, because a program may pass one store to
+several, and keys in it must be new."""
 
 
 def create(options: Any, _: object = None) -> ProcessGroup:
@@ -52,9 +55,8 @@ class Groups:
                 f"{type(backend).__name__}; call wfbp.init() without a backend"
             )
         self._backend, self._loop = backend, runtime.thread.loop
-        # The runtime's number of each rank of PyTorch, and of this numbering.
+        # The runtime's number of each rank of PyTorch.
         self._numbers: Sequence[int] = range(runtime.size)
-        self._world = 0
         self._made: Counter[tuple[int, ...]] = Counter()
         self._open: dict[str, ProcessGroup] = {}
         # Communicators of groups that were destroyed, by their ranks.
@@ -72,7 +74,7 @@ class Groups:
         ranks = tuple(self._numbers[member] for member in members)
         self._made[ranks] += 1
         who = "all ranks" if len(ranks) == self.runtime.size else f"ranks {list(ranks)}"
-        key = f"process group {self._world}.{self._made[ranks]} of {who}"
+        key = f"process group {_world}.{self._made[ranks]} of {who}"
         # Not by PyTorch's name of the group: it counts this rank's other groups.
         store = PrefixStore(f"{key}/", options.store._underlying_non_prefix_store)
         exchange = self._exchange(key, ranks, options.timeout, store)
@@ -82,6 +84,7 @@ class Groups:
 
     def _number_ranks(self, rank: int, size: int) -> None:
         """Learn which rank of the runtime each rank of PyTorch is; collective."""
+        global _world
         runtime = self.runtime
         if size != runtime.size:
             raise ValueError(
@@ -89,7 +92,7 @@ class Groups:
                 f"{runtime.size}. Start the program by: mpirun -n {size} python PROGRAM, without "
                 "torchrun; or, for some of the ranks, call wfbp.init(comm=[...]) before"
             )
-        payload = f"{rank} {self._world}".encode()
+        payload = f"{rank} {_world}".encode()
         told = [item.split() for item in runtime.channel.exchange(payload, "init_process_group()")]
         numbers = [int(number) for number, _ in told]
         if sorted(numbers) != list(range(size)):
@@ -98,7 +101,7 @@ class Groups:
                 f"each of 0 to {size - 1} once"
             )
         self._numbers = [numbers.index(number) for number in range(size)]
-        self._world = 1 + max(int(world) for _, world in told)
+        _world = 1 + max(int(world) for _, world in told)
         self._made.clear()
 
     def _exchange(

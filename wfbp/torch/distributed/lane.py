@@ -254,7 +254,7 @@ class GroupLane(OccasionalLane):
             self._inquiry.places[notice["from"]] = notice["place"]
 
     def _verdict(self, inquiry: _Inquiry) -> str:
-        """What happened, where every rank is, and what to do."""
+        """The error: its cause, the place of every rank, and the remedy."""
         silent = "does not answer: stopped, killed, or busy"
         ranks = range(self._exchange.size)
         places = name_values({rank: inquiry.places.get(rank, silent) for rank in ranks})

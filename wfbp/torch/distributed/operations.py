@@ -176,7 +176,7 @@ class Form(NamedTuple):
     def collectives(
         self, rank: int, size: int, given: Sequence[Any], options: Any
     ) -> list[Collective]:
-        """What this rank does."""
+        """The collectives of this rank."""
         items = [_items(kind, each) for kind, each in zip(self.arguments, given, strict=True)]
         made = []
         for arguments in zip(*items, strict=True) if items else [()]:

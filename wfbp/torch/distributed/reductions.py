@@ -38,7 +38,7 @@ def op_name(op: ReduceOp) -> str:
 
 
 def contribution(tensor: torch.Tensor, op: Any) -> torch.Tensor:
-    """What this rank adds: a multiple, if the reduction has a factor."""
+    """This rank's addend: a multiple of the tensor, if the reduction has a factor."""
     if op is None or op != ReduceOp.PREMUL_SUM:
         return tensor
     multiple: torch.Tensor = tensor * op.factor
@@ -51,6 +51,9 @@ def reduction(dtype: torch.dtype, op: ReduceOp, size: int) -> Reduction:
     where = f"{op_name(op)} of {dtype}"
     if kind is None:
         raise ValueError(f"{where}: expected one of {', '.join(map(op_name, _REDUCTIONS))}")
+    refused = f"{where} is not defined; convert the tensor to another type first"
+    if dtype is torch.bool and kind in (ReduceOp.AVG, ReduceOp.PREMUL_SUM):
+        raise ValueError(refused)  # the result has another type
     native, combine = _REDUCTIONS[kind]
     if dtype.is_complex and native in (Op.SUM, Op.AVERAGE):
         dtype = dtype.to_real()
@@ -62,9 +65,7 @@ def reduction(dtype: torch.dtype, op: ReduceOp, size: int) -> Reduction:
         example = raw(torch.ones(1, dtype=dtype))
         function([example, example], example)
     except RuntimeError as error:
-        raise ValueError(
-            f"{where} is not defined; convert the tensor to another type first"
-        ) from error
+        raise ValueError(refused) from error
     return Reduction(dtype.itemsize, function=function)
 
 

@@ -52,7 +52,7 @@ class Operation:
         self.tensors: list[Tensor] = []
         self.results: Sequence[Tensor] = ()
         self.deliveries: list[Callable[[], object]] = []
-        """What is left to do once it has ended."""
+        """Functions to call once it has ended."""
 
     def source(self, tensor: Tensor) -> Buffer:
         """The bytes of a tensor that is only read."""
