@@ -11,7 +11,7 @@ class Compressor:
     """Turns a tensor into the one to send, and back; this one sends tensors as they are."""
 
     dtype: torch.dtype | None = None
-    """The type of floating point on the way; None: unchanged."""
+    """Floating-point tensors are sent as this type. None leaves them unchanged."""
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
