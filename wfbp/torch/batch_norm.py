@@ -2,13 +2,9 @@
 
 Forward gathers every rank's count, mean and sum of squared differences from it, and combines them
 (Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance", 1983). This loses no
-digits if the mean is large. With x' the normalised input, w the weight, s the standard deviation
-and n the elements per channel of all ranks, backward is
-
-    dx = w / s * (dy - sum(dy) / n - x' * sum(dy * x') / n)
-
-with both sums over all ranks (Ioffe and Szegedy 2015, section 3). The gradients of weight and bias
-are this rank's own, as those of every other parameter before they are averaged.
+digits if the mean is large. A sum over ranks gathers them, because PyTorch differentiates it: the
+gradient of a sum is the sum of all ranks' gradients. The gradients of weight and bias are this
+rank's own, as those of every other parameter before they are averaged.
 """
 
 from __future__ import annotations
@@ -16,13 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wfbp.core.types import Op
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
-from wfbp.torch.collectives import allgather, allreduce_
+from wfbp.runtime.runtime import Runtime
+from wfbp.torch.collectives import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -72,15 +68,26 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
         """The input, normalised."""
         self._check_input_dim(input)
-        if not self.training or api.runtime_of(self.process_set, "SyncBatchNorm").size == 1:
+        runtime = api.runtime_of(self.process_set, "SyncBatchNorm")
+        if not self.training or runtime.size == 1:
             return super().forward(input)
-        normalised: torch.Tensor
-        normalised, mean, squares, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.process_set
-        )
+        x = input if input.dtype == torch.float64 else input.float()  # sums are kept in this type
+        mean, squares, count = _statistics(x, runtime, self.process_set)
+        # Looked at where it may be: on a device the host would wait for it.
+        if x.numel() <= x.shape[1] and count <= 1:
+            raise ValueError(
+                "SyncBatchNorm: expected more than one value per channel on all ranks together, "
+                f"found {int(count)}"
+            )
         if self.track_running_stats:
-            self._track(mean, squares / (count - 1), count)
-        return normalised
+            self._track(mean, squares / (count - 1))
+        scale = torch.rsqrt(squares / count + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        result = (x - _along(mean, x)) * _along(scale, x)
+        if self.bias is not None:
+            result = result + _along(self.bias, x)
+        return result.to(input.dtype)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -89,7 +96,7 @@ class SyncBatchNorm(_BatchNorm):
                 f"{tuple(input.shape)}"
             )
 
-    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """Move the running statistics on; PyTorch keeps the unbiased variance."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None
@@ -126,83 +133,28 @@ class SyncBatchNorm(_BatchNorm):
         return module
 
 
-class _Normalise(torch.autograd.Function):
-    """Returns what is normalised, and mean, sum of squared differences and count of all ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        process_set: ProcessSet,
-    ) -> tuple[torch.Tensor, ...]:
-        mean, squares, count = _statistics(x, process_set)
-        # Looked at where it may be: on a device the host would wait for it.
-        if x.numel() <= x.shape[1] and count <= 1:
-            raise ValueError(
-                "SyncBatchNorm: expected more than one value per channel on all ranks together, "
-                f"found {int(count)}"
-            )
-        inverse = torch.rsqrt(squares / count + eps)
-        ctx.save_for_backward(x, weight, mean, inverse)
-        ctx.count = count
-        ctx.process_set = process_set
-        result = (_wide(x) - _along(mean, x)) * _along(inverse, x)
-        if weight is not None:
-            result = result * _along(weight, x)
-        if bias is not None:
-            result = result + _along(bias, x)
-        ctx.mark_non_differentiable(mean, squares, count)
-        return result.to(x.dtype), mean, squares, count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, mean, inverse = ctx.saved_tensors
-        normalised = (_wide(x) - _along(mean, x)) * _along(inverse, x)
-        wide = _wide(grad)
-        own = torch.stack([wide.sum(_others(x)), (wide * normalised).sum(_others(x))])
-        of_bias, of_weight = (None, None) if weight is None else own.to(weight.dtype)
-        if not ctx.needs_input_grad[0]:
-            return None, of_weight, of_bias, None, None
-        total = allreduce_(own.clone(), op=Op.SUM, process_set=ctx.process_set)
-        total = total / ctx.count.to(own.dtype)
-        result = wide - _along(total[0], x) - normalised * _along(total[1], x)
-        scale = inverse if weight is None else inverse * weight
-        return (result * _along(scale, x)).to(x.dtype), of_weight, of_bias, None, None
-
-
 def _statistics(
-    x: torch.Tensor, process_set: ProcessSet
+    x: torch.Tensor, runtime: Runtime, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per channel the mean and the sum of squared differences, and the count, of all ranks."""
-    others = _others(x)
-    wide = _wide(x)
+    others = [0, *range(2, x.dim())]
     count = x.numel() // x.shape[1]
-    mean = wide.sum(others) / max(count, 1)
-    squares = (wide - _along(mean, x)).square().sum(others)
+    if count:
+        variance, mean = torch.var_mean(x, others, correction=0)
+        squares = variance * count
+    else:
+        mean = squares = x.sum(others)
     # Not new_tensor(), which would let the host wait for a device; counts need the digits.
     own = mean.new_full((1,), count, dtype=torch.float64)
-    mine = torch.cat([mean.double(), squares.double(), own])
-    table = allgather(mine[None], process_set=process_set)
-    counts = table[:, -1:]
+    table = own.new_zeros(runtime.size, 2 * x.shape[1] + 1)
+    table[runtime.rank] = torch.cat([mean.double(), squares.double(), own])
+    table = allreduce(table, op=Op.SUM, process_set=process_set)
+    counts = table[:, -1:].detach()
     means, of_ranks = table[:, :-1].chunk(2, dim=1)
     total = counts.sum()
     mean_of_all = (counts * means).sum(0) / total
     between = counts * (means - mean_of_all).square()
-    return mean_of_all.to(wide.dtype), (of_ranks + between).sum(0).to(wide.dtype), total
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In a type that sums can be kept in."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _others(x: torch.Tensor) -> list[int]:
-    """The dimensions over which a channel extends."""
-    return [0, *range(2, x.dim())]
+    return mean_of_all.to(x.dtype), (of_ranks + between).sum(0).to(x.dtype), total
 
 
 def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,9 @@ WAITING = ("new_tensor", "tensor", "item", "tolist", "cpu", "nonzero", "__bool__
 """What lets the host wait where tensors lie on a GPU."""
 
 
+RUNTIME: Any = SimpleNamespace(size=2, rank=0)
+
+
 class Refusing(TorchFunctionMode):
     """Fails where the host would wait for a device."""
 
@@ -28,9 +31,8 @@ class Refusing(TorchFunctionMode):
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several ranks of which this is the only one with data."""
-    monkeypatch.setattr(batch_norm.api, "runtime_of", lambda *_: SimpleNamespace(size=2))
-    monkeypatch.setattr(batch_norm, "allgather", lambda x, process_set: x)
-    monkeypatch.setattr(batch_norm, "allreduce_", lambda x, op, process_set: x)
+    monkeypatch.setattr(batch_norm.api, "runtime_of", lambda *_: RUNTIME)
+    monkeypatch.setattr(batch_norm, "allreduce", lambda x, op, process_set: x)
 
 
 @pytest.mark.usefixtures("alone")
@@ -53,4 +55,4 @@ def test_counts_keep_their_digits() -> None:
     """Also beyond those that float32 has."""
     count = (1 << 24) + 1
     x = torch.zeros(1, 1).expand(count, 1)
-    assert int(batch_norm._statistics(x, batch_norm.global_process_set)[2]) == count
+    assert int(batch_norm._statistics(x, RUNTIME, batch_norm.global_process_set)[2]) == count
