@@ -158,8 +158,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             There is no schedule then.
         gradient_predivide_factor: with ``Average`` only; averages are formed in float32 at least,
             so it makes no difference.
-        num_groups: a hint that is not followed, because the schedule groups gradients.
-        groups: lists of parameters; checked, but not followed either.
+        num_groups, groups: ignored, because the schedule groups gradients.
         process_set: the ranks that average their gradients; a rank outside it steps alone.
     """
     process.current("DistributedOptimizer()")
@@ -168,12 +167,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ValueError(f"op is {op!r}; expected Average, Sum or Adasum")
     if gradient_predivide_factor != 1.0 and op is not Op.AVERAGE:
         raise ValueError(f"gradient_predivide_factor needs op=Average; found {op}")
-    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
-        raise ValueError(f"num_groups is {num_groups!r}; expected a whole number of at least 0")
-    _check_groups(groups, optimizer)
     runtime = None
     if process_set.included():
         runtime = runtime_of(process_set, "DistributedOptimizer(process_set=...)")
+    planning: dict[str, Any] = {
+        "schedule": schedule,
+        "threshold_bytes": threshold_bytes,
+        "optimizer_sharding": optimizer_sharding,
+    }
     if isinstance(op, Op):
         return distribute(
             HorovodOptimizer,
@@ -184,16 +185,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             backward_passes_per_step=backward_passes_per_step,
             op=op,
             sparse_as_dense=sparse_as_dense,
-            schedule=schedule,
-            threshold_bytes=threshold_bytes,
-            optimizer_sharding=optimizer_sharding,
+            **planning,
         )
-    unplanned = {
-        "schedule": schedule,
-        "threshold_bytes": threshold_bytes,
-        "optimizer_sharding": optimizer_sharding,
-    }
-    for name, value in unplanned.items():
+    for name, value in planning.items():
         if value is not None:
             raise ValueError(
                 f"{name} is {value!r}; with op={op} no gradients are sent while backward "
@@ -202,22 +196,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return combine_steps(
         runtime, optimizer, named_parameters, process_set, compression, sparse_as_dense
     )
-
-
-def _check_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``ValueError`` unless these are disjoint lists of the optimizer's parameters."""
-    if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
-        return
-    if not isinstance(groups, list | tuple) or not all(isinstance(g, list | tuple) for g in groups):
-        raise ValueError(f"groups is {groups!r}; expected lists of parameters, a number, or None")
-    known, seen = {id(p) for g in optimizer.param_groups for p in g["params"]}, set()
-    for number, group in enumerate(groups):
-        for place, param in enumerate(group):
-            if id(param) not in known:
-                raise ValueError(f"groups[{number}][{place}] is none of the optimizer's parameters")
-            if id(param) in seen:
-                raise ValueError(f"groups[{number}][{place}] is in groups twice; expected once")
-            seen.add(id(param))
 
 
 def broadcast_optimizer_state(
