@@ -9,7 +9,6 @@ has its own optimizer state.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -18,7 +17,6 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from wfbp.core.types import Op
 from wfbp.horovod.torch.operands import HorovodOp, perform
 from wfbp.horovod.torch.optimizer import HorovodOptimizer
 from wfbp.runtime import consistency
@@ -61,7 +59,6 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         self._wfbp_compression = compression
         self._wfbp_sparse_as_dense = sparse_as_dense
         self._wfbp_runtime = runtime = runtime if runtime and runtime.size > 1 else None
-        self._wfbp_skips = False
         self._wfbp_num_steps = 0
         if runtime is not None:
             if runtime.size & (runtime.size - 1):
@@ -92,16 +89,12 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let this rank's optimizer step, and combine what it changed with the others' changes.
 
-        Returns what the optimizer's step returned, or None if a gradient scaler skips the step
-        because of another rank's gradients.
+        Returns what the optimizer's step returned.
         """
         self._wfbp_make_dense()
         step = self._wfbp_bare["step"]
         if self._wfbp_runtime is None:
             return step(closure)
-        skips, self._wfbp_skips = self._wfbp_skips, False
-        if skips and not self._wfbp_is_finite():
-            return None
         named = self._wfbp_named()
         before = [p.detach().clone() for _, p in named]
         result = step(closure)
@@ -120,32 +113,14 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         return result
 
     @property
-    @uncompiled
     def _step_supports_amp_scaling(self) -> bool:
         """Read first by ``GradScaler.step()``, which may then leave out ``step()``."""
-        # Steps are combined, so an infinity on one rank must make every rank skip.
         if self._wfbp_runtime is not None:
-            infinite = torch.tensor([0.0 if self._wfbp_is_finite() else 1.0])
-            # A rank that has joined takes part in an all-reduce, and in nothing else.
-            found = perform(
-                FORMS["allreduce"],
-                infinite,
-                name=f"{self._wfbp_prefix}.infinite",
-                op=Op.SUM,
-                process_set=self._wfbp_process_set,
+            raise RuntimeError(
+                f"{_TITLE} combines steps, and a GradScaler would skip them on one rank alone; "
+                "train without it, in bfloat16 or float32"
             )
-            self._wfbp_skips = bool(found.item())
-            if self._wfbp_skips:  # this rank's scaler finds it, too, unless it has looked already
-                for grad in self._wfbp_gradients():
-                    grad.fill_(math.inf)
         return bool(getattr(self._wfbp_original, "_step_supports_amp_scaling", False))
-
-    def _wfbp_gradients(self) -> list[torch.Tensor]:
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        return [g._values() if g.is_sparse else g for g in grads if g is not None]
-
-    def _wfbp_is_finite(self) -> bool:
-        return all(bool(torch.isfinite(grad).all()) for grad in self._wfbp_gradients())
 
     def _wfbp_follow_joined(self) -> None:
         """After all ranks have joined, take over from a rank that has made the most steps."""
