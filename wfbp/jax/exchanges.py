@@ -12,7 +12,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock
 from time import perf_counter
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from wfbp.core.plan import Plan
-from wfbp.core.types import Op, TensorSpec
+from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.jax import native
 from wfbp.jax.device import Copy, HandlerPlace, Programs, find_programs
@@ -39,26 +39,24 @@ class ExchangeDescription:
     Exchanges of equal ``key`` share a reducer.
     """
 
-    name: str
     specs: tuple[TensorSpec, ...]
-    op: Op
-    schedule: str
-    threshold_bytes: int
+    options: ReducerOptions
     occurrence: int = 0
 
     @property
     def title(self) -> str:
         """The name in messages."""
-        return f"{self.name} ({self.occurrence + 1})" if self.occurrence else self.name
+        name = self.options.name
+        return f"{name} ({self.occurrence + 1})" if self.occurrence else name
 
     @cached_property
     def text(self) -> bytes:
         """The text that :func:`consistency.check_specs` compares; the same in every process."""
         settings = {
             "name": self.title,
-            "op": str(self.op),
-            "schedule": self.schedule,
-            "bytes": self.threshold_bytes,
+            "op": str(self.options.op),
+            "schedule": self.options.schedule,
+            "bytes": self.options.threshold_bytes,
         }
         return consistency.encode_specs(self.specs, settings)
 
@@ -344,12 +342,7 @@ class ExchangeRegistry:
                 self._reducers[key] = Reducer(
                     runtime,
                     description.specs,
-                    ReducerOptions(
-                        description.schedule,
-                        description.threshold_bytes,
-                        description.op,
-                        name=description.title,
-                    ),
+                    replace(description.options, name=description.title),
                     location=self.programs.location,
                     fetch=exchange.source,
                     channel=runtime.planning_channel,

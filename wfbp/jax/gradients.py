@@ -104,8 +104,9 @@ def describe(
     """One exchange of gradients; None means the environment's setting, ``user`` is for messages."""
     schedule = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
-    ReducerOptions(schedule, limit_bytes, op).check(specs, user)
-    return ExchangeDescription(name or user, tuple(specs), op, schedule, limit_bytes)
+    options = ReducerOptions(schedule, limit_bytes, op, name=name or user)
+    options.check(specs, user)
+    return ExchangeDescription(tuple(specs), options)
 
 
 _ANY = (TensorSpec("any", (1,), "float32"),)

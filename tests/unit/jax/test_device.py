@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import wfbp.jax as wfbp
 from tests.support.software_device import memory
 from tests.support.software_xla import INDEX, SoftwareXla
-from wfbp.core.types import Op, TensorSpec
+from wfbp.core.types import TensorSpec
 from wfbp.errors import NotInitializedError, WfbpError
 from wfbp.jax import device, gradients
 from wfbp.jax.device import GpuPrograms, Programs, find_programs
 from wfbp.jax.exchanges import ExchangeDescription, exchange_registry
 from wfbp.runtime import process
+from wfbp.runtime.arguments import ReducerOptions
 
 SPECS = (TensorSpec("a", (1,), "float32"), TensorSpec("b", (11,), "float32"))
 
@@ -148,7 +149,7 @@ def test_choosing_comes_after_init() -> None:
 def test_programs_for_cuda_call_the_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lowered for CUDA: one announcement per leaf, one wait, in place."""
     monkeypatch.setattr(gradients, "exchange_registry", lambda: _Known())
-    description = ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 100)
+    description = ExchangeDescription(SPECS, ReducerOptions("auto", 100, name="test"))
 
     def step(leaves: list[Any]) -> Any:
         return gradients.exchange(description, [2 * leaf for leaf in leaves])

@@ -16,11 +16,12 @@ from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.jax.exchanges import ExchangeDescription, GradientExchange
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.step import BufferView
 
 SPECS = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
 OUTPUTS = [5000, 5001, 5002]
-REQUEST = ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 100)
+REQUEST = ExchangeDescription(SPECS, ReducerOptions("auto", 100, name="test"))
 
 
 class RecordingEngine:
@@ -198,12 +199,12 @@ def test_requests_are_the_same_in_every_process() -> None:
     """Their keys are in compiled programs, which may be kept on disk."""
     assert REQUEST.key == 1173483223559923768
     others = [
-        ExchangeDescription("other", SPECS, Op.AVERAGE, "auto", 100),
-        ExchangeDescription("test", SPECS[:2], Op.AVERAGE, "auto", 100),
-        ExchangeDescription("test", SPECS, Op.SUM, "auto", 100),
-        ExchangeDescription("test", SPECS, Op.AVERAGE, "layerwise", 100),
-        ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 101),
-        ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 100, occurrence=1),
+        ExchangeDescription(SPECS, ReducerOptions("auto", 100, name="other")),
+        ExchangeDescription(SPECS[:2], ReducerOptions("auto", 100, name="test")),
+        ExchangeDescription(SPECS, ReducerOptions("auto", 100, Op.SUM, name="test")),
+        ExchangeDescription(SPECS, ReducerOptions("layerwise", 100, name="test")),
+        ExchangeDescription(SPECS, ReducerOptions("auto", 101, name="test")),
+        ExchangeDescription(SPECS, REQUEST.options, occurrence=1),
     ]
     assert len({r.key for r in (REQUEST, *others)}) == 7
     assert all(0 <= r.key < 2**63 for r in others)

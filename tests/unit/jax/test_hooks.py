@@ -14,12 +14,15 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 
-from wfbp.core.types import Op, TensorSpec
+from wfbp.core.types import TensorSpec
 from wfbp.jax import gradients
 from wfbp.jax.exchanges import ExchangeDescription
+from wfbp.runtime.arguments import ReducerOptions
 
-REQUEST = ExchangeDescription("test", (TensorSpec("a", (3,), "float32"),), Op.AVERAGE, "auto", 100)
-OTHER = ExchangeDescription("other", REQUEST.specs, Op.AVERAGE, "auto", 100)
+REQUEST = ExchangeDescription(
+    (TensorSpec("a", (3,), "float32"),), ReducerOptions("auto", 100, name="test")
+)
+OTHER = ExchangeDescription(REQUEST.specs, ReducerOptions("auto", 100, name="other"))
 X = jnp.ones(3)
 
 
@@ -32,7 +35,7 @@ class Numbers:
     """Stands for the registry."""
 
     def add(self, description: ExchangeDescription) -> int:
-        return 10 * (description.name == "other") + description.occurrence
+        return 10 * (description.options.name == "other") + description.occurrence
 
 
 @pytest.fixture(autouse=True)

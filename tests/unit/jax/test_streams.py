@@ -20,7 +20,7 @@ from wfbp.comm.device.links import OnDevice
 from wfbp.comm.memory import Memory
 from wfbp.config import Config
 from wfbp.core.plan import Plan
-from wfbp.core.types import Op, TensorSpec
+from wfbp.core.types import TensorSpec
 from wfbp.jax.device import GpuPrograms
 from wfbp.jax.exchanges import ExchangeDescription, ExchangeRegistry, GradientExchange
 from wfbp.runtime import process
@@ -31,7 +31,7 @@ from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 
 SPECS = tuple(TensorSpec(f"leaf{k}", (10 * k + 1,), "float32") for k in range(4))
-REQUEST = ExchangeDescription("test", SPECS, Op.AVERAGE, "layerwise", 100)
+REQUEST = ExchangeDescription(SPECS, ReducerOptions("layerwise", 100, name="test"))
 
 
 class Notes:
