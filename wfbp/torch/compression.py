@@ -41,14 +41,6 @@ class BF16Compressor(Compressor):
     dtype = torch.bfloat16
 
 
-COMPRESSED_DTYPES: dict[type[Compressor], str] = {
-    NoneCompressor: "",
-    FP16Compressor: "float16",
-    BF16Compressor: "bfloat16",
-}
-"""The type that wider gradients are sent as; empty: their own."""
-
-
 class Compression:
     """The compressors there are.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -106,7 +106,7 @@ def perform(
                     # part in backward, where they find each other by the operation's name.
                     anchor = torch.zeros((), requires_grad=True)
                     gradient = partial(_gradient, request, outcome, process_set, compression)
-                    result = _Connect.apply(tensor, anchor, [result], gradient)  # type: ignore[no-untyped-call]
+                    result = Connect.apply(tensor, anchor, [result], gradient)  # type: ignore[no-untyped-call]
             if counts is None:
                 return result
             device = splits.device if isinstance(splits, torch.Tensor) else None
@@ -128,9 +128,7 @@ def _gradient(
     """The gradient of an operation's argument, from that of its result: again an operation."""
     kind, op = request.kind, Op(request.op) if request.op else None
     if op not in (None, Op.AVERAGE, Op.SUM):
-        raise RuntimeError(
-            f"an operation that combines by {op} has no gradient; use Average or Sum"
-        )
+        refuse_gradient(op)
     again: dict[str, Any] = {"name": f"{outcome.name}.gradient", "process_set": process_set}
     result: torch.Tensor
     if kind is Kind.ALLTOALL:
@@ -154,7 +152,12 @@ def _gradient(
     return result
 
 
-class _Connect(torch.autograd.Function):
+def refuse_gradient(op: object, *_: torch.Tensor) -> NoReturn:
+    """Raise ``RuntimeError``, because a combination cannot be differentiated."""
+    raise RuntimeError(f"an operation that combines by {op} has no gradient; use Average or Sum")
+
+
+class Connect(torch.autograd.Function):
     """Returns what was computed outside; backward runs the collective of its gradient."""
 
     # The result comes in a list because it is no input; the anchor makes it require a gradient.
@@ -163,7 +166,7 @@ class _Connect(torch.autograd.Function):
     def forward(
         ctx: Any,
         tensor: torch.Tensor,
-        anchor: torch.Tensor,
+        anchor: torch.Tensor | None,
         result: list[torch.Tensor],
         gradient: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:

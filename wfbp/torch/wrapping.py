@@ -19,7 +19,7 @@ from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
-from wfbp.torch.compression import COMPRESSED_DTYPES, Compression, Compressor
+from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.original import check_params, named_params, own_attributes, wrapped_of
 from wfbp.torch.pending import await_all
@@ -165,7 +165,7 @@ def distribute(
     whole = process.current("DistributedOptimizer()")
     config = whole.config
     process.warn_of_cores(whole, torch.get_num_threads())  # programs set it after init()
-    if not isinstance(compression, type) or compression not in COMPRESSED_DTYPES:
+    if compression not in (Compression.none, Compression.fp16, Compression.bf16):
         raise ValueError(
             f"compression is {getattr(compression, '__name__', compression)}; expected "
             "Compression.none, Compression.fp16 or Compression.bf16: gradients are cast while they "
@@ -183,7 +183,7 @@ def distribute(
         backward_passes_per_step,
         decouples=True,
         name=name,
-        wire_dtype=COMPRESSED_DTYPES[compression],
+        wire_dtype=tensors.NAMES[compression.dtype] if compression.dtype else "",
     )
     check_params(named_params(optimizer, known, complete=True), options)
     _check_previous(optimizer, runtime)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +104,8 @@ def _perform_adasum(
                     tensor.copy_(result)
                 return tensor
             if tensor.requires_grad and torch.is_grad_enabled():
-                return _NoGradient.apply(tensor, [result])  # type: ignore[no-any-return, no-untyped-call]
+                refuse = partial(torch_operands.refuse_gradient, HorovodOp.ADASUM)
+                result = torch_operands.Connect.apply(tensor, None, [result], refuse)  # type: ignore[no-untyped-call]
             return result
 
         operation.finish = finish
@@ -136,17 +138,3 @@ def _pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     of_a = 1.0 if norm_a == 0.0 else 1.0 - dot / (2.0 * norm_a)
     of_b = 1.0 if norm_b == 0.0 else 1.0 - dot / (2.0 * norm_b)
     return (of_a * wide_a + of_b * wide_b).to(a.dtype)
-
-
-class _NoGradient(torch.autograd.Function):
-    """Returns what was computed outside; backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, result: list[torch.Tensor]) -> torch.Tensor:
-        return result[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        raise RuntimeError(
-            f"an operation that combines by {HorovodOp.ADASUM} has no gradient; use Average or Sum"
-        )
