@@ -67,16 +67,8 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill its memory without gap or overlap, in whatever order; not
     those of a lazy conjugate."""
-    if tensor.is_conj() or tensor.is_neg():
-        return False
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    is_plain = not (tensor.is_conj() or tensor.is_neg())
+    return is_plain and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
