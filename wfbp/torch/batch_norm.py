@@ -72,9 +72,17 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or runtime.size == 1:
             return super().forward(input)
         x = input if input.dtype == torch.float64 else input.float()  # sums are kept in this type
-        mean, squares, count = _statistics(x, runtime, self.process_set)
+        others = [0, *range(2, x.dim())]
+        own_count = x.numel() // x.shape[1]
+        own_mean = x.sum(others) / max(own_count, 1)
+        offset = own_mean.detach()  # in backward a constant, because no result depends on it
+        centered = x - _along(offset, x)
+        own_squares = (centered * centered).sum(others)
+        mean, squares, count = _combined(
+            own_mean, own_squares, own_count, runtime, self.process_set
+        )
         # Looked at where it may be: on a device the host would wait for it.
-        if x.numel() <= x.shape[1] and count <= 1:
+        if own_count <= 1 and count <= 1:
             raise ValueError(
                 "SyncBatchNorm: expected more than one value per channel on all ranks together, "
                 f"found {int(count)}"
@@ -84,10 +92,10 @@ class SyncBatchNorm(_BatchNorm):
         scale = torch.rsqrt(squares / count + self.eps)
         if self.weight is not None:
             scale = scale * self.weight
-        result = (x - _along(mean, x)) * _along(scale, x)
+        shift = (offset - mean) * scale
         if self.bias is not None:
-            result = result + _along(self.bias, x)
-        return result.to(input.dtype)
+            shift = shift + self.bias
+        return torch.addcmul(_along(shift, x), centered, _along(scale, x)).to(input.dtype)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -133,20 +141,13 @@ class SyncBatchNorm(_BatchNorm):
         return module
 
 
-def _statistics(
-    x: torch.Tensor, runtime: Runtime, process_set: ProcessSet
+def _combined(
+    mean: torch.Tensor, squares: torch.Tensor, count: int, runtime: Runtime, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per channel the mean and the sum of squared differences, and the count, of all ranks."""
-    others = [0, *range(2, x.dim())]
-    count = x.numel() // x.shape[1]
-    if count:
-        variance, mean = torch.var_mean(x, others, correction=0)
-        squares = variance * count
-    else:
-        mean = squares = x.sum(others)
+    """Of all ranks, per channel the mean and the sum of squared differences, and the count."""
     # Not new_tensor(), which would let the host wait for a device; counts need the digits.
     own = mean.new_full((1,), count, dtype=torch.float64)
-    table = own.new_zeros(runtime.size, 2 * x.shape[1] + 1)
+    table = own.new_zeros(runtime.size, 2 * len(mean) + 1)
     table[runtime.rank] = torch.cat([mean.double(), squares.double(), own])
     table = allreduce(table, op=Op.SUM, process_set=process_set)
     counts = table[:, -1:].detach()
@@ -154,7 +155,7 @@ def _statistics(
     total = counts.sum()
     mean_of_all = (counts * means).sum(0) / total
     between = counts * (means - mean_of_all).square()
-    return mean_of_all.to(x.dtype), (of_ranks + between).sum(0).to(x.dtype), total
+    return mean_of_all.to(mean.dtype), (of_ranks + between).sum(0).to(mean.dtype), total
 
 
 def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

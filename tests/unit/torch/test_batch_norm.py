@@ -54,5 +54,5 @@ def test_the_host_waits_for_nothing() -> None:
 def test_counts_keep_their_digits() -> None:
     """Also beyond those that float32 has."""
     count = (1 << 24) + 1
-    x = torch.zeros(1, 1).expand(count, 1)
-    assert int(batch_norm._statistics(x, RUNTIME, batch_norm.global_process_set)[2]) == count
+    zero, everyone = torch.zeros(1), batch_norm.global_process_set
+    assert int(batch_norm._combined(zero, zero, count, RUNTIME, everyone)[2]) == count
