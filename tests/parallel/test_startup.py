@@ -129,7 +129,7 @@ def test_processes_of_another_launcher_do_not_train_apart(mpi: str) -> None:
         pytest.skip(str(error))
     assert run.rc not in (0, None), run
     assert "BackendError: this process is rank 1 of 2, says torchrun (WORLD_SIZE=2)" in run.stderr
-    assert f"{launcher.interpreter(mpi).with_name('mpirun')} -n 2 " in run.stderr
+    assert f"{launcher.interpreter(mpi)} -m wfbp run -n 2 PROGRAM.py" in run.stderr
 
 
 def test_processes_of_another_librarys_mpirun_do_not_train_apart() -> None:
