@@ -43,7 +43,6 @@ def test_a_rank_that_ends_before_init_is_not_waited_for_for_ever() -> None:
     assert "gone before init()" in run.stderr
     reason, _, stack = run.stderr.partition("Where this rank waits:")
     assert "rank 0 of 3: MPI has not started within 3 s" in reason, run
-    assert "Missing: rank 1, which has ended; rank 2, which is still elsewhere." in reason
     assert "let every rank call wfbp.init()" in reason
     assert "_start_which_waits_for_every_rank" in stack, run
     segments = run.stdout.split()
