@@ -57,7 +57,7 @@ def init(
     sets: list[ProcessSet] = []
     try:
         sets = _process_sets(process_sets)
-    except (TypeError, ValueError) as error:  # printed once for all ranks that have it
+    except (TypeError, ValueError) as error:  # the other ranks hear of it
         problem = error
     process.start(comm, backend=backend, config=config, problem=problem)
     try:
