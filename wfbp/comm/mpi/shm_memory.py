@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import count
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer
+from wfbp.comm.arrays import Buffer, MemoryAt
 from wfbp.core.ranks import name_values
 from wfbp.errors import BackendError
 
@@ -68,25 +68,15 @@ class Mapping:
     def __init__(self, descriptor: int, nbytes: int, writeable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writeable else 0)
         self.address = _map(nbytes, access, mmap.MAP_SHARED, descriptor)
-        self.nbytes = nbytes
-        self._writeable = writeable
+        self.nbytes, self._writeable = nbytes, writeable
         self._end = weakref.finalize(self, _unmap, self.address, nbytes)
         self._end.atexit = False
         self._is_private = False
 
     @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return {
-            "data": (self.address, not self._writeable),
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-    @property
     def bytes(self) -> Buffer:
         """All of it; a view that keeps the mapping."""
-        return np.asarray(self)
+        return np.asarray(MemoryAt(self.address, self.nbytes, self, self._writeable))
 
     def advise(self, advice: int, start: int = 0, nbytes: int | None = None) -> None:
         """As ``mmap.madvise``."""
@@ -323,7 +313,7 @@ class SharedMemory:
             while self._freed:
                 self._free_list.give(*self._freed.popleft())
             start = self._free_list.take(length)
-        block = _AddressedMemory(self._address + start, nbytes, self._map)
+        block = MemoryAt(self._address + start, nbytes, self._map)
         # A forked process must not free what its parent uses.
         given_back = weakref.finalize(
             block, _free, self._map, self._freed, start, length, os.getpid()
@@ -353,19 +343,6 @@ class SharedMemory:
     def view(self, rank: int, offset: int, nbytes: int) -> Buffer:
         """Bytes of a rank's memory."""
         return self._whole[rank][offset : offset + nbytes]
-
-
-class _AddressedMemory:
-    """Memory at an address, described for NumPy."""
-
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
-        self._owner = owner
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 def _free(
