@@ -18,8 +18,7 @@ from wfbp.core.types import Op, real_dtype
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, equal_rows, reducible, scale
 from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
-from wfbp.runtime.progress.loop import Reply
-from wfbp.runtime.progress.occasional_lane import OccasionalLane
+from wfbp.runtime.progress.loop import OccasionalLane, Reply
 from wfbp.runtime.runtime import Runtime
 
 T = TypeVar("T")
