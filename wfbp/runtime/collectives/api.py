@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 import cloudpickle
@@ -264,11 +263,8 @@ def _gather_bytes(
     """Every rank's bytes; function, name and root are compared."""
 
     def split(outcome: Outcome) -> list[bytes]:
-        ends = list(accumulate(outcome.rows))
-        return [
-            outcome.data[end - rows : end].tobytes()
-            for rows, end in zip(outcome.rows, ends, strict=True)
-        ]
+        parts = np.split(outcome.data, np.cumsum(outcome.rows)[:-1])
+        return [part.tobytes() for part in parts]
 
     request = Request(
         Kind.ALLGATHER,
