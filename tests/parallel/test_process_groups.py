@@ -144,4 +144,4 @@ def test_under_torchrun_an_error_names_the_right_command() -> None:
     run = mpirun(1, "-c", UNDER_TORCHRUN, env=told)
     assert run.rc != 0
     assert "says torchrun (WORLD_SIZE=2)" in run.stderr, run
-    assert "mpirun -n 2" in run.stderr
+    assert "-m wfbp run -n 2" in run.stderr

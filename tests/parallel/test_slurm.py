@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,4 +88,4 @@ def test_ranks_that_do_not_find_each_other_say_so(cluster: slurm.Cluster) -> Non
     done = cluster.run(*words)
     assert done.returncode != 0
     assert "SLURM_STEP_NUM_TASKS=2" in done.stderr
-    assert os.fspath(launcher.interpreter("mpich").with_name("mpirun")) in done.stderr
+    assert f"{launcher.interpreter('mpich')} -m wfbp run -n 2 " in done.stderr

@@ -91,6 +91,19 @@ def split(total: int, parts: int) -> list[tuple[int, int]]:
     return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
 
 
+class MemoryAt:
+    """Memory at an address, described for NumPy; keeps its owner alive."""
+
+    def __init__(self, address: int, nbytes: int, owner: object, writeable: bool = True) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (address, not writeable),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
 def zeroed(nbytes: int) -> Buffer:
     """``nbytes`` zeroed bytes, as uint8; ``MemoryError`` if memory is exhausted."""
     if nbytes < _MAPPED_BYTES or sys.platform == "win32":

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer, storage_dtype
+from wfbp.comm.arrays import Buffer, MemoryAt, storage_dtype
 from wfbp.comm.backend import Segment, Work
 from wfbp.comm.memory import Memory, SlotTable
 from wfbp.core.plan import Plan, aligned, layout
@@ -311,22 +311,9 @@ class _PieceTable:
         self.table.pointers[:] = pieces
 
 
-class _Memory:
-    """Memory at an address, as NumPy wants it described."""
-
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
-        self.owner = owner
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
 def _memory_at(address: int, nbytes: int, owner: object) -> Buffer:
     """The bytes at an address, which keep their owner alive; zeros for address 0."""
-    return np.asarray(_Memory(address, nbytes, owner)) if address else np.zeros(nbytes, np.uint8)
+    return np.asarray(MemoryAt(address, nbytes, owner)) if address else np.zeros(nbytes, np.uint8)
 
 
 def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:

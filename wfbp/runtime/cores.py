@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 from wfbp.comm.waiting import num_cores
 
 
-def own_cores() -> str:
-    """The cores that this process may use, as ranges."""
+def own_cores() -> list[int]:
+    """The cores that this process may use."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(num_cores())
-    return ranges(cores)
+    return sorted(cores)
 
 
 def num_threads() -> int:
@@ -45,18 +44,3 @@ wfbprun, which divides the cores among ranks, or set OMP_NUM_THREADS=2'
         f"{who} {have}, so threads wait for each other. Start with wfbprun, which divides the "
         f"cores among ranks, or set OMP_NUM_THREADS={cores // ranks}"
     )
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers as ranges, in order.
-
-    >>> ranges({8, 0, 1, 3, 2})
-    '0-3,8'
-    """
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)

@@ -61,14 +61,12 @@ class StepTimes:
     @property
     def length_s(self) -> float:
         """Duration of the step."""
-        length_s: float = self.done_s - self.begun_s
-        return length_s
+        return float(self.done_s - self.begun_s)
 
     @property
     def exposed_s(self) -> float:
         """How long training waited for communication."""
-        exposed_s: float = self.done_s - self.closed_s + self.waited_s
-        return exposed_s
+        return float(self.done_s - self.closed_s + self.waited_s)
 
     @property
     def packing_s(self) -> float:

@@ -20,7 +20,7 @@ from wfbp.comm.backend import HostBackend
 from wfbp.comm.mpi.start_notice import under_launcher
 from wfbp.comm.waiting import num_cores
 from wfbp.config import Config, read_environment, unknown_variables
-from wfbp.core.ranks import name_ranks, name_values
+from wfbp.core.ranks import name_values
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpError
 from wfbp.runtime import timeline, uncaught
 from wfbp.runtime.collectives.operations import Collectives
@@ -267,14 +267,11 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
     payload = json.dumps([told, mine, platform.node(), own_cores(), place])
     payloads = [json.loads(p) for p in runtime.channel.exchange(payload.encode(), _LABEL)]
     if problem is not None:
-        _print_once(runtime, problem, [text for text, *_ in payloads])
         raise problem
     for rank, (text, *_) in enumerate(payloads):
         if text:
             message = text.partition(": ")[2]
-            peer_error = PeerError(f"{runtime.where}: init(): rank {rank}: {message}")
-            uncaught.print_line(peer_error, "")  # that rank prints it
-            raise peer_error
+            raise PeerError(f"{runtime.where}: init(): rank {rank}: {message}")
     runtime.places = [(place[0], place[1]) for *_, place in payloads]
     by_rank = {name: [settings[name] for _, settings, *_ in payloads] for name in SHARED}
     shown = ", ".join(
@@ -283,12 +280,10 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
         if len(set(values)) > 1
     )
     if shown:
-        disagreement = DisagreementError(
+        raise DisagreementError(
             f"{runtime.where}: init(): ranks disagree on {shown}. Set it to the same value on "
             "every rank; mpirun passes variables on to all of them"
         )
-        uncaught.print_line(disagreement, describe_error(disagreement) if runtime.rank == 0 else "")
-        raise disagreement
     where = [(host, cores) for _, _, host, cores, _ in payloads]
     runtime.core_sharers = where.count(where[runtime.rank])
     warn_of_cores(runtime, num_threads())
@@ -301,16 +296,6 @@ def warn_of_cores(runtime: Runtime, threads: int) -> None:
     """Warn if ranks with so many threads each are too many for their cores."""
     if problem := advice(runtime.core_sharers, num_cores(), threads):
         runtime.warn_once("cores", problem)
-
-
-def _print_once(runtime: Runtime, problem: Exception, problems: Sequence[str]) -> None:
-    """Let the first of the ranks that have this problem print it for all of them."""
-    own, size = problems[runtime.rank], runtime.size
-    ranks = [rank for rank, text in enumerate(problems) if text == own]
-    if size == 1:
-        return
-    who = f"all {size} ranks" if len(ranks) == size else f"{name_ranks(ranks)} of {size}"
-    uncaught.print_line(problem, f"{who}: {own}" if ranks[0] == runtime.rank else "")
 
 
 def _tell_who_takes_part(runtime: Runtime, hosts: Sequence[str]) -> None:

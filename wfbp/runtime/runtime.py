@@ -80,7 +80,7 @@ class Runtime:
         """Of every rank, its number on its host and how many there are; init() learns them."""
         self.core_sharers = 1
         """How many ranks may use exactly this rank's cores; init() counts them."""
-        self._backend = backend
+        self.backend = backend
         self._network = NetworkCosts(
             config.probe_budget_s, self.check_measurement, backend.rank == 0
         )
@@ -122,11 +122,6 @@ class Runtime:
         self.planning_channel = self.channel
         if within is None:
             self.thread.start()
-
-    @property
-    def backend(self) -> HostBackend:
-        """The backend of all ranks."""
-        return self._backend
 
     def check(self) -> None:
         """Raise the ``WfbpError`` that ended the runtime or its process set, if any."""
@@ -299,7 +294,7 @@ class Runtime:
         if self.thread.stop(timeout_s=self.config.abort_grace_s):
             for user in self.users:
                 user.release()
-            self._backend.release()
+            self.backend.release()
         self._loop.error = self._loop.error or NotInitializedError("an operation after shutdown()")
 
     def fail_job(self, reason: str) -> None:
@@ -309,9 +304,9 @@ class Runtime:
         patience_s = self.config.abort_grace_s * (2 if secondary else 1)
         self._wait_until(lambda: len(self._loop.ended) >= self.size - 1, patience_s)
         time.sleep(FORWARDING_S)
-        self.thread.post(lambda: self._backend.abort(1))
+        self.thread.post(lambda: self.backend.abort(1))
         time.sleep(1.0)
-        self._backend.abort(1)  # the communication thread is stuck; nothing is left to protect
+        self.backend.abort(1)  # the communication thread is stuck; nothing is left to protect
 
     def _tell(self, notice: dict[str, Any]) -> None:
         self.thread.post(lambda: self._loop.send_notice(notice))
@@ -350,19 +345,19 @@ class Runtime:
                     for backend in backends:
                         backend.close()
         for inner in self._inner:
-            inner._backend.close()
+            inner.backend.close()
         if self.planning_channel is not self.channel:
             self.planning_channel.close()
         if self.collectives is not None:
             self.collectives.close()
-        self._backend.close()
+        self.backend.close()
 
     def _give_up(self) -> None:
         """Of lanes that were not failing too: nothing may wait for other ranks at exit."""
         for runtime in (self, *self._inner):
             for attachment in runtime.attached:
                 attachment.give_up()
-        self._backend.give_up()
+        self.backend.give_up()
 
     def check_measurement(self, label: str, waited_s: float) -> None:
         self._loop.check_measurement(label, waited_s, self.members)

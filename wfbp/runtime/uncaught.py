@@ -19,18 +19,17 @@ _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], A
 _ThreadHook = Callable[[threading.ExceptHookArgs], Any]
 
 _previous: tuple[_Hook, _ThreadHook] | None = None
-"""The earlier hooks; None while they are installed."""
+"""The earlier hooks; None unless this module's are installed."""
 _runtime: Runtime | None = None
-_LINE = "_wfbp_line"
-"""Attribute of an exception: this rank's line instead of a traceback."""
 
 
 def install(runtime: Runtime) -> None:
     """From now on an uncaught exception in a thread that trains ends the job."""
-    global _runtime
+    global _previous, _runtime
     if runtime.size > 1:
         _runtime = runtime
-        _hook()
+        _previous = sys.excepthook, threading.excepthook
+        sys.excepthook, threading.excepthook = _report, _report_thread
 
 
 def uninstall() -> None:
@@ -42,34 +41,19 @@ def uninstall() -> None:
         _previous = None
 
 
-def print_line(error: BaseException, line: str) -> None:
-    """If ``error`` is uncaught, print ``line`` and the place instead of a traceback."""
-    setattr(error, _LINE, line)
-    _hook()
-
-
-def _hook() -> None:
-    global _previous
-    if _previous is None:
-        _previous = sys.excepthook, threading.excepthook
-        sys.excepthook, threading.excepthook = _report, _report_thread
-
-
 def _report(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     main = sys.__excepthook__ if _previous is None else _previous[0]
-    line = getattr(error, _LINE, None)
-    if line is not None:
-        line += f" ({_place(traceback)})" if line else ""
-    elif issubclass(kind, KeyboardInterrupt) and _runtime is not None:
+    line = ""
+    if issubclass(kind, KeyboardInterrupt) and _runtime is not None:
         line = f"{_runtime.where}: KeyboardInterrupt {_place(traceback)}"
     elif issubclass(kind, PeerError):  # the traceback that helps is the other rank's
         line = f"PeerError: {error} (this rank was {_place(traceback)})"
-    if line is None or (line and main is not sys.__excepthook__):  # the program's own hook
-        main(kind, error, traceback)
-    elif line:
+    if line and main is sys.__excepthook__:  # not if the program has its own hook
         sys.stderr.write(f"wfbp: {line}\n")
+    else:
+        main(kind, error, traceback)
     if _runtime is not None:
         _end(_runtime, error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wfbp.runtime.cores import advice, num_threads, ranges
+from wfbp.runtime.cores import advice, num_threads
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,3 @@ def test_nothing_is_wrong(ranks: int, cores: int, threads: int) -> None:
 def test_threads(told: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", told)
     assert num_threads() == threads
-
-
-def test_ranges() -> None:
-    assert ranges([]) == ""
-    assert ranges([5]) == "5"
-    assert ranges(range(128)) == "0-127"

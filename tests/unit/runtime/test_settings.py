@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,17 +15,8 @@ from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, Work
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
-from wfbp.runtime import uncaught
 from wfbp.runtime.process import SHARED, check_settings
 from wfbp.runtime.runtime import Runtime
-
-
-@pytest.fixture(autouse=True)
-def no_hooks() -> Iterator[None]:
-    """Of errors that other tests have raised."""
-    uncaught.uninstall()
-    yield
-    uncaught.uninstall()
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -64,62 +51,11 @@ def test_what_concerns_one_rank_may_differ() -> None:
     all_well(run_ranks(2, check_settings, configs={1: other}))
 
 
-def printed(error: BaseException) -> str | None:
-    """What a rank prints of an uncaught error instead of a traceback; None: a traceback."""
-    return getattr(error, uncaught._LINE, None)
-
-
-def test_a_problem_is_printed_by_one_rank_of_those_that_have_it() -> None:
-    def body(problems: dict[int, Exception]) -> list[Any]:
-        return run_ranks(4, lambda runtime: check_settings(runtime, problems.get(runtime.rank)))
-
-    same = {rank: ValueError("WFBP_A='x': expected 1 or 0") for rank in range(4)}
-    results = body(same)
-    assert [str(result) for result in results] == ["WFBP_A='x': expected 1 or 0"] * 4
-    line = "all 4 ranks: ValueError: WFBP_A='x': expected 1 or 0"
-    assert [printed(result) for result in results] == [line, "", "", ""]
-    same[2] = TypeError("config is 3")
-    results = body({rank: same[rank] for rank in (1, 2, 3)})
-    assert [type(result) for result in results] == [PeerError, ValueError, TypeError, ValueError]
+def test_the_others_hear_of_a_problem_of_some_ranks() -> None:
+    problems = {1: ValueError("WFBP_A='x': expected 1 or 0"), 2: TypeError("config is 3")}
+    results = run_ranks(4, lambda runtime: check_settings(runtime, problems.get(runtime.rank)))
+    assert [type(result) for result in results] == [PeerError, ValueError, TypeError, PeerError]
     assert str(results[0]) == "rank 0 of 4: init(): rank 1: WFBP_A='x': expected 1 or 0"
-    assert [printed(result) for result in results] == [
-        "",
-        "ranks 1, 3 of 4: ValueError: WFBP_A='x': expected 1 or 0",
-        "rank 2 of 4: TypeError: config is 3",
-        "",
-    ]
-    (alone,) = run_ranks(1, lambda runtime: check_settings(runtime, ValueError("x")))
-    assert printed(alone) is None
-
-
-def test_a_disagreement_on_settings_is_printed_once() -> None:
-    results = run_ranks(3, check_settings, configs={1: replace(QUICK, warmup_steps=7)})
-    assert printed(results[0]) == f"DisagreementError: {results[0]}"
-    assert [printed(result) for result in results[1:]] == ["", ""]
-
-
-def test_what_is_printed_of_an_uncaught_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    before = sys.excepthook, threading.excepthook
-    silent, told, other = ValueError("a"), ValueError("b"), ValueError("c")
-    uncaught.print_line(silent, "")
-    uncaught.print_line(told, "all 2 ranks: b")
-    try:
-        for error in (silent, told, other):
-            try:
-                raise error
-            except ValueError:
-                sys.excepthook(*sys.exc_info())
-    finally:
-        uncaught.uninstall()
-    lines = capsys.readouterr().err.splitlines()
-    place = re.escape(f" (at {__file__}:") + r"\d+, in test_what_is_printed_of_an_uncaught_error\)"
-    assert re.fullmatch("wfbp: all 2 ranks: b" + place, lines[0])
-    assert lines[1] == "Traceback (most recent call last):"
-    assert lines[-1] == "ValueError: c"
-    assert (sys.excepthook, threading.excepthook) == before
 
 
 def test_a_run_that_cannot_be_recorded(tmp_path: Path) -> None:

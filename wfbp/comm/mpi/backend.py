@@ -319,18 +319,15 @@ class MpiBackend(HostBackend):
         given = results if sources is None else sources
         sizes = [sum(map(len, block)) for block in given]
         item = word_dtype(dtype).itemsize
+        # Chunks have a piece of every rank's part, so that all ranks work all the time.
+        num_chunks = -(-sum(sizes) * item // self._topology.chunking.chunk_bytes)
         tasks = []
-        for bounds in self._cut(sizes, item):
+        for bounds in zip(*(split(size, num_chunks) for size in sizes), strict=True):
             shards = None if sources is None else _pieces(sources, bounds)
             chunk_bytes = sum(stop - start for start, stop in bounds) * item
             pieces = _pieces(results, bounds)
             tasks.append(ChunkTask(self._channel, chunk_bytes, shards, pieces, dtype, op, gathers))
         return self._channel.submit(nbytes, tasks)
-
-    def _cut(self, sizes: Sequence[int], item_bytes: int) -> list[tuple[tuple[int, int], ...]]:
-        """Chunks that have a piece of every rank's part, so that all ranks work all the time."""
-        num_chunks = -(-sum(sizes) * item_bytes // self._topology.chunking.chunk_bytes)
-        return list(zip(*(split(size, num_chunks) for size in sizes), strict=True))
 
     def _own(self, parent: MPI.Comm) -> MPI.Comm:
         # A duplicate: neither tags nor collectives can meet those of the program.

@@ -113,7 +113,3 @@ class _Message(Work[None]):
     def test(self) -> bool:
         with translating(self._mpi, self._who, "a message between two ranks failed"):
             return bool(self._request.Test())
-
-    @property
-    def result(self) -> None:
-        return None

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import count
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer
+from wfbp.comm.arrays import Buffer, MemoryAt
 from wfbp.core.ranks import name_values
 from wfbp.errors import BackendError
 
@@ -68,25 +68,13 @@ class Mapping:
     def __init__(self, descriptor: int, nbytes: int, writeable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writeable else 0)
         self.address = _map(nbytes, access, mmap.MAP_SHARED, descriptor)
-        self.nbytes = nbytes
-        self._writeable = writeable
-        self._end = weakref.finalize(self, _unmap, self.address, nbytes)
-        self._end.atexit = False
-        self._is_private = False
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return {
-            "data": (self.address, not self._writeable),
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        self.nbytes, self._writeable = nbytes, writeable
+        weakref.finalize(self, _unmap, self.address, nbytes).atexit = False
 
     @property
     def bytes(self) -> Buffer:
         """All of it; a view that keeps the mapping."""
-        return np.asarray(self)
+        return np.asarray(MemoryAt(self.address, self.nbytes, self, self._writeable))
 
     def advise(self, advice: int, start: int = 0, nbytes: int | None = None) -> None:
         """As ``mmap.madvise``."""
@@ -95,39 +83,8 @@ class Mapping:
             raise _error()
 
     def discard(self, start: int, nbytes: int) -> None:
-        """Free bytes that are no longer used: punch a hole in the file, or unmap private memory."""
-        if self._is_private:
-            _unmap(self.address + start, nbytes)
-        else:
-            self.advise(mmap.MADV_REMOVE, start, nbytes)
-
-    def keep_only(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Unmap the file, but keep ``ranges`` (whole pages, ascending) in use at their addresses as
-        private memory until :meth:`discard`."""
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        mremap = _library().mremap
-        mremap.restype = ctypes.c_void_p
-        for start, end in ranges:
-            length, place = end - start, self.address + start
-            copy = _map(length, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-            ctypes.memmove(copy, place, length)
-            # Moved there at once: concurrent readers see the same bytes, old or new.
-            sizes = ctypes.c_size_t(length), ctypes.c_size_t(length)
-            flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-            if mremap(ctypes.c_void_p(copy), *sizes, flags, ctypes.c_void_p(place)) != place:
-                problem = _error()
-                _unmap(copy, length)
-                raise problem
-        self._is_private = True
-        self._end.detach()
-        done = 0
-        for start, end in (*ranges, (self.nbytes, self.nbytes)):
-            if start > done:
-                _unmap(self.address + done, start - done)
-            done = end
-
-
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+        """Free bytes that are no longer used: punch a hole in the file."""
+        self.advise(mmap.MADV_REMOVE, start, nbytes)
 
 
 @cache
@@ -206,15 +163,6 @@ class FreeList:
                 joined.append(gap)
         self._gaps = joined
 
-    def taken(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The parts of a range that are in use."""
-        used = []
-        for gap_start, gap_end in (*self._gaps, (end, end)):
-            if gap_start > start:
-                used.append((start, gap_start))
-            start = gap_end
-        return used
-
 
 class SharedMemory:
     """The memory of all ranks on one host, by their place there; only this rank's is writeable.
@@ -226,9 +174,8 @@ class SharedMemory:
         self._whole = [m.bytes for m in maps]
         self._headers = [whole[:HEADER_BYTES].view(np.int64) for whole in self._whole]
         self._rank = rank
-        self._map = maps[rank]
-        self._address = self._map.address
-        self._nbytes = self._map.nbytes
+        self._map: Mapping | None = maps[rank]
+        self._address, self._nbytes = maps[rank].address, maps[rank].nbytes
         self._free_list = FreeList(HEADER_BYTES, self._nbytes)
         self._lock = Lock()
         self._freed: deque[tuple[int, int]] = deque()
@@ -286,16 +233,11 @@ class SharedMemory:
         return bool(self._headers[rank][_WITHDRAWN_WORD])
 
     def release(self) -> None:
-        """Last call: unmap all memory; buffers in use keep their address as private memory."""
-        if not self._headers:
-            return
+        """Last call: unmap all memory, this rank's once no buffer in it is used any more."""
         for views in (*self._views, self._whole, self._headers):
             views.clear()
         with self._lock:
-            while self._freed:
-                self._free_list.give(*self._freed.popleft())
-            self._map.keep_only(self._free_list.taken(HEADER_BYTES, self._nbytes))
-            self._free_list = FreeList(0, 0)
+            self._map = None
 
     def check_read(self, ranks: Sequence[int]) -> None:
         """Raise ``BackendError`` if one of these ranks gave up; call it after reading from them."""
@@ -319,14 +261,16 @@ class SharedMemory:
         """Zeroed bytes that the other ranks can read; ``MemoryError`` if exhausted."""
         length = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
         with self._lock:
+            if (mapping := self._map) is None:
+                raise MemoryError("the memory that other ranks can read was released")
             # Finalizers only append: the garbage collector may run one while this lock is held.
             while self._freed:
                 self._free_list.give(*self._freed.popleft())
             start = self._free_list.take(length)
-        block = _AddressedMemory(self._address + start, nbytes, self._map)
+        block = MemoryAt(self._address + start, nbytes, mapping)
         # A forked process must not free what its parent uses.
         given_back = weakref.finalize(
-            block, _free, self._map, self._freed, start, length, os.getpid()
+            block, _free, mapping, self._freed, start, length, os.getpid()
         )
         given_back.atexit = False
         return np.asarray(block)
@@ -353,19 +297,6 @@ class SharedMemory:
     def view(self, rank: int, offset: int, nbytes: int) -> Buffer:
         """Bytes of a rank's memory."""
         return self._whole[rank][offset : offset + nbytes]
-
-
-class _AddressedMemory:
-    """Memory at an address, described for NumPy."""
-
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
-        self._owner = owner
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 def _free(

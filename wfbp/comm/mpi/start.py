@@ -11,7 +11,6 @@ import faulthandler
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,7 +143,6 @@ class Promise(NamedTuple):
     variable: str
     size: int
     rank: int | None = None
-    local_size: int | None = None
     is_exact: bool = True
 
 
@@ -154,9 +152,8 @@ def broken_promise(environment: Mapping[str, str], size: int) -> Promise | None:
     others = [_promise_of(environment, *_SRUN)] if _started_by_srun(environment) else []
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
     if by_torchrun or "RANK" in environment:
-        local = number(("LOCAL_WORLD_SIZE",), environment)
         launcher = "torchrun" if by_torchrun else "its environment"
-        others.append(_promise_of(environment, launcher, ("WORLD_SIZE",), ("RANK",), local))
+        others.append(_promise_of(environment, launcher, ("WORLD_SIZE",), ("RANK",)))
     if any(promise and promise.size == size and promise.is_exact for promise in of_mpi):
         # A launcher of MPI programs that promised as many ranks as MPI has started this process:
         # other variables describe that launcher itself, or its shell. (But torchrun starts each
@@ -184,31 +181,29 @@ def check_launch(mpi: ModuleType, comm: MPI.Comm | None) -> None:
     who = "one" if promise.rank is None else f"rank {promise.rank}"
     more = "" if promise.is_exact else " or more"
     actual = "this process alone" if size == 1 else f"{size} ranks"
+    # A program in the command line is no help to read.
+    program = ["PROGRAM.py"] if "-c" in sys.orig_argv[:2] else sys.orig_argv
+    command = [sys.executable, "-m", "wfbp", "run", "-n", str(promise.size), *program]
     raise BackendError(
         f"this process is {who} of {promise.size}{more}, says {promise.launcher} "
         f"({promise.variable}={environment[promise.variable]}), but MPI ({library}) found "
-        f"{actual}: the others would train separately. Start all as one job, by the "
-        "mpirun of this library:\n"
-        f"    {_command(promise, library)}\n{_srun_hint(promise, library)}"
+        f"{actual}: the others would train separately. Start all as one job with wfbprun, which "
+        f"finds the mpirun of this library:\n    {shlex.join(command)}\n"
         f"If this process should be a separate job, set WFBP_CHECK_LAUNCHER=0"
     )
 
 
 def _promise_of(
-    environment: Mapping[str, str],
-    launcher: str,
-    sizes: tuple[str, ...],
-    ranks: tuple[str, ...],
-    local_size: int | None = None,
+    environment: Mapping[str, str], launcher: str, sizes: tuple[str, ...], ranks: tuple[str, ...]
 ) -> Promise | None:
     rank = number(ranks, environment)
     for variable in sizes:
         if (size := number((variable,), environment)) is not None:
-            return Promise(launcher, variable, size, rank, local_size)
+            return Promise(launcher, variable, size, rank)
     if rank is None:
         return None
     variable = next(name for name in ranks if name in environment)
-    return Promise(launcher, variable, rank + 1, rank, local_size, is_exact=False)
+    return Promise(launcher, variable, rank + 1, rank, is_exact=False)
 
 
 def _started_by_srun(environment: Mapping[str, str]) -> bool:
@@ -221,35 +216,6 @@ def _started_by_srun(environment: Mapping[str, str]) -> bool:
     if step is not None:
         return step not in _SLURM_SHELLS and "SLURM_PROCID" in environment
     return (number(("SLURM_PROCID",), environment) or 0) > 0
-
-
-def _command(promise: Promise, library: str) -> str:
-    """The command that starts this program as one job."""
-    launcher = "mpirun"
-    beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
-    if os.path.exists(beside):
-        on_path = shutil.which("mpirun")
-        if on_path is None or not os.path.samefile(on_path, beside):
-            launcher = shlex.quote(beside)
-    words = [launcher, "-n", str(promise.size)]
-    per_host = promise.local_size
-    if per_host is not None and 0 < per_host < promise.size:
-        words += (
-            ["--host", f"HOST1:{per_host},HOST2:{per_host},..."]
-            if "Open MPI" in library
-            else ["-ppn", str(per_host), "-hosts", "HOST1,HOST2,..."]
-        )
-    program = sys.orig_argv
-    if len(program) < 2 or program[1] == "-c":  # a program in the command line is no help to read
-        program = [sys.executable, *(sys.argv if sys.argv[0] not in ("", "-c") else ["PROGRAM.py"])]
-    return " ".join([*words, *map(shlex.quote, program)])
-
-
-def _srun_hint(promise: Promise, library: str) -> str:
-    if promise.launcher != "srun":
-        return ""
-    kind = "pmix" if "Open MPI" in library else "pmi2"
-    return f"within sbatch or salloc; or by srun --mpi={kind}, where both can do that. "
 
 
 def communicator(mpi: ModuleType, ranks: Sequence[int]) -> MPI.Comm:

@@ -16,8 +16,6 @@ from contextlib import suppress
 
 _RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 _SIZE = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
-_LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
-
 
 OVER = b"over"
 """The rank writes this when MPI has started, or failed to."""
@@ -56,7 +54,11 @@ def main() -> None:
 
 def _segments(rank: int) -> set[str]:
     """Names of the shared memory that a rank's MPICH has mapped so far."""
-    lines = _read(rank, "maps").decode(errors="replace").splitlines()
+    try:
+        with open(f"/proc/{rank}/maps", errors="replace") as file:
+            lines = file.read().splitlines()
+    except OSError:  # it has ended, or there is no such system
+        return set()
     names = {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/mpich_" in line}
     return {name for name in names if os.path.exists(name)}
 
@@ -64,59 +66,12 @@ def _segments(rank: int) -> set[str]:
 def _tell(limit_s: float) -> None:
     rank, size = number(_RANK, os.environ), number(_SIZE, os.environ)
     who = f"rank {rank}" + ("" if size is None else f" of {size}")
-    missing = _missing()
-    known = f"Missing: {missing}. " if missing else ""
     sys.stderr.write(
         f"wfbp: {who}: MPI has not started within {limit_s:g} s, because some rank has not come to "
         "wfbp.init(). Look above for the error of a rank that ended before, and let every rank "
-        f"call wfbp.init(); WFBP_TIMEOUT_S sets the limit. {known}Where this rank waits:\n"
+        "call wfbp.init(); WFBP_TIMEOUT_S sets the limit. Where this rank waits:\n"
     )
     sys.stderr.flush()
-
-
-def _missing() -> str:
-    """The ranks that do not wait as this one does; empty if that cannot be determined."""
-    size = number(_SIZE, os.environ)
-    if size is None or size != number(_LOCAL_SIZE, os.environ) or not os.path.isdir("/proc/self"):
-        return ""
-    launcher = _launcher(os.getpid())
-    alive, waiting = set(), set()
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        rank = number(_RANK, _environment(int(pid)))
-        if rank is not None and _launcher(int(pid)) == launcher:
-            alive.add(rank)
-            if os.path.basename(__file__).encode() in _read(int(pid), "cmdline"):
-                waiting.add(rank)
-    missing = [
-        f"rank {rank}, which {'is still elsewhere' if rank in alive else 'has ended'}"
-        for rank in range(size)
-        if rank not in waiting
-    ]
-    return "; ".join(missing)
-
-
-def _launcher(pid: int) -> int:
-    """The nearest ancestor process that is no rank of a job."""
-    while pid > 1:
-        fields = _read(pid, "stat").rpartition(b")")[2].split()
-        pid = int(fields[1]) if len(fields) > 1 else 0
-        if number(_RANK, _environment(pid)) is None:
-            break
-    return pid
-
-
-def _environment(pid: int) -> dict[str, str]:
-    """The environment of a process; empty if it has ended or belongs to another user."""
-    pairs = _read(pid, "environ").decode(errors="replace").split("\0")
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-
-
-def _read(pid: int, name: str) -> bytes:
-    try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
 
 
 if __name__ == "__main__":

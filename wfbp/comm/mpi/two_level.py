@@ -329,10 +329,6 @@ class Followed(Work[None]):
             self._finish()
         return self._finished
 
-    @property
-    def result(self) -> None:
-        return None
-
 
 class TwoLevel:
     """The collectives of one channel. Ranks of a host are known by their *place* there."""

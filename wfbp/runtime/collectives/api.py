@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 import cloudpickle
@@ -39,9 +38,8 @@ def init(
     Args:
         comm: an mpi4py communicator, which is duplicated, or numbers of the participating ranks
             in ``COMM_WORLD``; all by default.
-        process_sets: sets to add, or the numbers of their ranks, the same on every rank; or sets
-            made of each rank's communicator from ``comm.Split()``. ``add_process_set`` adds sets
-            later.
+        process_sets: sets to add, or the numbers of their ranks, the same on every rank.
+            ``add_process_set`` adds sets later.
         backend: transport to use instead of MPI.
         config: settings; by default from the environment's ``WFBP_*`` variables.
 
@@ -58,7 +56,7 @@ def init(
     sets: list[ProcessSet] = []
     try:
         sets = _process_sets(process_sets)
-    except (TypeError, ValueError) as error:  # printed once for all ranks that have it
+    except (TypeError, ValueError) as error:  # the other ranks hear of it
         problem = error
     process.start(comm, backend=backend, config=config, problem=problem)
     try:
@@ -145,8 +143,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Add a process set; every rank of the job must call this, members or not.
 
     Args:
-        process_set: a set, or the numbers of its ranks. If sets are made of communicators, each
-            rank passes its own.
+        process_set: a set, or the numbers of its ranks, the same on every rank.
 
     Returns:
         The set.
@@ -168,19 +165,14 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if made is global_process_set:
         raise ValueError("the process set of all ranks exists already: use global_process_set")
-    if made.mpi_comm is None:
-        number = operations.add_set(made.ranks or ())
-    else:  # its ranks may have had other numbers before shutdown()
-        number = operations.add_set(ProcessSet(made.mpi_comm).ranks or (), is_split=True)
-    made.bind(operations, number)
+    made.bind(operations, operations.add_set(made.ranks or ()))
     return made
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; every rank of the job must call this, members or not.
 
-    All sets made by one ``comm.Split()`` are removed together. Distributed optimizers of the set
-    cannot step any more, but keep their state.
+    Distributed optimizers of the set cannot step any more, but keep their state.
 
     Returns:
         Whether the set existed; the set of all ranks is never removed.
@@ -271,11 +263,8 @@ def _gather_bytes(
     """Every rank's bytes; function, name and root are compared."""
 
     def split(outcome: Outcome) -> list[bytes]:
-        ends = list(accumulate(outcome.rows))
-        return [
-            outcome.data[end - rows : end].tobytes()
-            for rows, end in zip(outcome.rows, ends, strict=True)
-        ]
+        parts = np.split(outcome.data, np.cumsum(outcome.rows)[:-1])
+        return [part.tobytes() for part in parts]
 
     request = Request(
         Kind.ALLGATHER,

@@ -18,8 +18,7 @@ from wfbp.core.types import Op, real_dtype
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, equal_rows, reducible, scale
 from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
-from wfbp.runtime.progress.loop import Reply
-from wfbp.runtime.progress.occasional_lane import OccasionalLane
+from wfbp.runtime.progress.loop import OccasionalLane, Reply
 from wfbp.runtime.runtime import Runtime
 
 T = TypeVar("T")
@@ -233,7 +232,9 @@ class NamedLane(OccasionalLane):
         if request.kind is Kind.BROADCAST:
             return self._data.broadcast(data.view(np.uint8), request.root), lambda: [data]
         if request.kind is Kind.ALLGATHER:
-            gathered = self._gather(data, counts)
+            gathered = np.empty(sum(counts), np.uint8)
+            start = sum(counts[: self._data.rank])
+            gathered[start : start + data.nbytes] = data.view(np.uint8)
             return self._data.all_gather(gathered, counts), lambda: [gathered]
         if request.kind is Kind.ALLTOALL:
             incoming, sent = np.empty(sum(counts), np.uint8), [n * row_bytes for n in own.splits]
@@ -250,13 +251,6 @@ class NamedLane(OccasionalLane):
         if request.kind is Kind.ALLREDUCE:
             return self._reduce(parts, request)
         return self._scatter(parts[0], request, counts)
-
-    def _gather(self, data: Buffer, counts: Sequence[int]) -> Buffer:
-        """A buffer for the bytes of all ranks, with this rank's in their place."""
-        gathered = np.empty(sum(counts), np.uint8)
-        start = sum(counts[: self._data.rank])
-        gathered[start : start + data.nbytes] = data.view(np.uint8)
-        return gathered
 
     def _reduce(self, parts: Sequence[Buffer], request: Request) -> Begun:
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from wfbp.comm.backend import HostBackend, Mailbox
-from wfbp.errors import DisagreementError, WfbpError
+from wfbp.errors import WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.collectives.coordinator import Kind, Request
 from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, NamedOperation
@@ -39,7 +38,6 @@ class _Set:
     ranks: tuple[int, ...]
     lane: NamedLane | None
     runtime: Runtime | None
-    together: Sequence[int]  # numbers of all sets made by one split
 
 
 class Collectives:
@@ -60,28 +58,11 @@ class Collectives:
     # Process sets.
 
     @signals.deferred
-    def add_set(self, ranks: Iterable[int], is_split: bool = False) -> int:
-        """Make a process set, or if ``is_split`` one per communicator; collective."""
-        runtime, call = self._runtime, "add_process_set"
-        mine = tuple(sorted(ranks)) if is_split else self._check_ranks(ranks)
-        check_consistent(runtime, call, "sets of communicators" if is_split else str(list(mine)))
-        chosen = [mine]
-        if is_split:
-            payloads = runtime.channel.exchange(json.dumps(mine).encode(), call)
-            of_ranks = [tuple(json.loads(payload)) for payload in payloads]
-            chosen = sorted({self._check_ranks(each) for each in of_ranks if each})
-            for members, rank in ((each, rank) for each in chosen for rank in each):
-                if of_ranks[rank] != members:
-                    raise DisagreementError(
-                        f"{runtime.where}: {call}: a communicator of ranks {list(members)} is not "
-                        f"that of rank {rank}, which passed one of {list(of_ranks[rank])}. Every "
-                        "rank must pass its communicators in the same order"
-                    )
-            if not chosen:
-                raise ValueError("a process set was made of a null communicator on every rank")
-        together: list[int] = []
-        together += [self._make_set(each, together=together) for each in chosen]
-        return together[chosen.index(mine)] if mine in chosen else together[0]
+    def add_set(self, ranks: Iterable[int]) -> int:
+        """Make a process set; collective over all ranks."""
+        chosen = self._check_ranks(ranks)
+        check_consistent(self._runtime, "add_process_set", str(list(chosen)))
+        return self._make_set(chosen)
 
     def _check_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
         chosen, size = tuple(sorted(ranks)), self._runtime.size
@@ -98,16 +79,14 @@ class Collectives:
 
     @signals.deferred
     def remove_set(self, number: int) -> None:
-        """Remove a process set, and those made together with it; collective over all ranks."""
+        """Remove a process set; collective over all ranks."""
         self.check_idle(number)
-        removed = [(each, self.sets[each]) for each in self.sets[number].together]
-        shown = ", ".join(str(list(process_set.ranks)) for _, process_set in removed)
-        check_consistent(self._runtime, "remove_process_set", shown)
-        for each, process_set in removed:
-            del self.sets[each]
-            if process_set.lane is not None:  # an idle lane is not served
-                assert process_set.runtime is not None
-                process_set.runtime.close(process_set.lane.close)
+        removed = self.sets[number]
+        check_consistent(self._runtime, "remove_process_set", str(list(removed.ranks)))
+        del self.sets[number]
+        if removed.lane is not None:  # an idle lane is not served
+            assert removed.runtime is not None
+            removed.runtime.close(removed.lane.close)
 
     def check_idle(self, number: int) -> None:
         """Raise ``ValueError`` if operations of a process set are pending."""
@@ -119,7 +98,7 @@ class Collectives:
                 "synchronize() them before remove_process_set()"
             )
 
-    def _make_set(self, ranks: tuple[int, ...], together: Sequence[int] = ()) -> int:
+    def _make_set(self, ranks: tuple[int, ...]) -> int:
         number = next(self._set_numbers)
         runtime = self._runtime
         label = "making a process set"
@@ -133,7 +112,7 @@ class Collectives:
             if own is not None:
                 inner = Runtime(own, runtime.config, within=runtime, members=members)
             lane = NamedLane(inner, data, mailbox)
-        self.sets[number] = _Set(ranks, lane, inner, together)
+        self.sets[number] = _Set(ranks, lane, inner)
         return number
 
     # Operations.

@@ -15,15 +15,13 @@ class ProcessSet:
     """Some of the ranks of this job; every rank passes it to :func:`add_process_set`.
 
     Args:
-        ranks_or_comm: numbers of the ranks, in any order, or an mpi4py communicator of them. If
-            ranks pass different ones, as from ``comm.Split()``, there is a set for each.
+        ranks: numbers of the ranks, in any order.
 
     Attributes:
         process_set_id: number of the set once it is added; the same on every rank.
-        mpi_comm: the communicator, if the set was made of one.
 
     Raises:
-        TypeError: neither of these.
+        TypeError: no numbers, such as a communicator, whose ranks the others cannot find.
 
     Example:
         >>> import wfbp.torch as wfbp
@@ -32,33 +30,23 @@ class ProcessSet:
         True
     """
 
-    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+    def __init__(self, ranks: Iterable[int] | None) -> None:
         self.process_set_id: int | None = None
-        self.mpi_comm: Any = None
         self._owner: Collectives | None = None
         self._ranks: list[int] | None = None
-        if hasattr(ranks_or_comm, "Get_rank"):
-            self.mpi_comm = ranks_or_comm
-        elif ranks_or_comm is not None:
+        if ranks is not None:
             try:
-                self._ranks = sorted(int(rank) for rank in ranks_or_comm)
+                self._ranks = sorted(int(rank) for rank in ranks)
             except (TypeError, ValueError):
                 raise TypeError(
-                    f"a process set is made of ranks or a communicator; found {ranks_or_comm!r}"
+                    f"a process set is made of the numbers of its ranks; found {ranks!r}. Add one "
+                    "set per part of a split communicator, on every rank"
                 ) from None
 
     @property
     def ranks(self) -> list[int] | None:
-        """Numbers of the ranks, ascending; None of all ranks before ``wfbp.init()``.
-
-        Of a set that is made of a communicator and was not added yet: a collective among its ranks.
-        """
+        """Numbers of the ranks, ascending; None of all ranks before ``wfbp.init()``."""
         if self._ranks is not None:
-            return list(self._ranks)
-        if self.mpi_comm is not None:
-            # MPI.COMM_NULL is false: this rank was left out when the communicator was made.
-            members = self.mpi_comm.allgather(process.rank()) if self.mpi_comm else []
-            self._ranks = sorted(members)
             return list(self._ranks)
         return list(range(process.size())) if process.is_initialized() else None
 
@@ -116,9 +104,7 @@ class ProcessSet:
         return ProcessSet, (self.ranks,)
 
     def __repr__(self) -> str:
-        # Not :attr:`ranks`, which is a collective for a communicator.
-        ranks = self.ranks if self.mpi_comm is None else self._ranks
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
 global_process_set = ProcessSet(None)

@@ -13,32 +13,20 @@ from wfbp.errors import DisagreementError
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 
-_LENGTH_BYTES = 4
-
 T = TypeVar("T")
 
 
-def encode_tagged(purpose: str, payload: bytes) -> bytes:
-    """The payload after its purpose."""
-    text = purpose.encode()
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text + payload
-
-
-def decode_tagged(where: str, tagged: Sequence[bytes]) -> list[bytes]:
-    """Every rank's payload from :func:`encode_tagged`; ``DisagreementError`` if purposes differ."""
-    purposes, payloads = [], []
-    for letter in tagged:
-        start = _LENGTH_BYTES + int.from_bytes(letter[:_LENGTH_BYTES], "little")
-        purposes.append(letter[_LENGTH_BYTES:start].decode())
-        payloads.append(letter[start:])
+def _decode(where: str, tagged: Sequence[bytes]) -> list[bytes]:
+    """Every rank's payload after its purpose; ``DisagreementError`` if purposes differ."""
+    purposes, _, payloads = zip(*(letter.partition(b"\0") for letter in tagged), strict=True)
     for rank, purpose in enumerate(purposes):
         if purpose != purposes[0]:
             raise DisagreementError(
-                f"{where}: ranks called different operations: {purposes[0]} on rank 0, {purpose} "
-                f"on rank {rank}. Every rank must call the same operations in the same order with "
-                "the same names, element types and shapes"
+                f"{where}: ranks called different operations: {purposes[0].decode()} on rank 0, "
+                f"{purpose.decode()} on rank {rank}. Every rank must call the same operations in "
+                "the same order with the same names, element types and shapes"
             )
-    return payloads
+    return list(payloads)
 
 
 class ControlChannel:
@@ -75,9 +63,9 @@ class ControlChannel:
     def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
         """Every rank's payload, in rank order; ``DisagreementError`` if purposes differ."""
         # Compared before a payload of another purpose is read.
-        letter = encode_tagged(purpose or label, payload)
+        letter = (purpose or label).encode() + b"\0" + payload
         tagged = self.call(lambda backend: backend.all_gather_bytes(letter), label)
-        return decode_tagged(self._where, tagged)
+        return _decode(self._where, tagged)
 
     def exchange_if_different(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
         """As :meth:`exchange`, but an empty list if all are equal: then only digests are sent."""

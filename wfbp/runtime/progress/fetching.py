@@ -19,8 +19,7 @@ from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, HostBackend, Work
 from wfbp.core.ranks import name_ranks
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.progress.loop import ProgressLoop, Reply
-from wfbp.runtime.progress.occasional_lane import OccasionalLane
+from wfbp.runtime.progress.loop import OccasionalLane, ProgressLoop, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 
 _PIECE_BYTES = 64 << 20

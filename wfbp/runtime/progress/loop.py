@@ -428,3 +428,27 @@ class ProgressLoop:
         alone = len(self.waiting_threads) == 1 and self.num_waiting == 1
         blocked = alone and not self.awaited.answered and not self.num_fetches
         return RankStatus(self.describe(), blocked, self.num_waits, self._backend.activity)
+
+
+class OccasionalLane(LaneProtocol):
+    """A lane that the loop serves only while there is work for it."""
+
+    expected_s = None
+    has_room = False
+    has_events = False
+
+    def __init__(self, loop: ProgressLoop, members: Members = ALL_RANKS) -> None:
+        self._loop = loop
+        self._members = members
+        self._served = False
+
+    @property
+    def owes_work(self) -> bool:
+        return False
+
+    def _serve(self, wanted: bool) -> None:
+        if wanted and not self._served:
+            self._loop.add_lane(self, self._members)
+        elif self._served and not wanted:
+            self._loop.remove_lane(self)
+        self._served = wanted

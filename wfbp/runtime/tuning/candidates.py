@@ -8,12 +8,12 @@ from typing import Any
 
 from wfbp.core import planners
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
-from wfbp.core.plan import Group, Plan
+from wfbp.core.plan import Plan
 from wfbp.core.planners import PLANNERS
 from wfbp.core.planners.coarsening import coarsened, even_progress, expanded, spread_boundaries
 from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import Operation, Phase, TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 
 MAX_EXACT = 192
 """Slow planners merge neighbours in models of more tensors; costs: planning-time.md."""
@@ -114,23 +114,6 @@ def distinct(plans: Iterable[Plan]) -> list[Plan]:
     for plan in plans:
         kept.setdefault((plan.groups, plan.overlap), plan)
     return list(kept.values())
-
-
-def encode(plans: Sequence[Plan]) -> list[Any]:
-    """Plans as JSON's types, without the tensors, which all ranks know."""
-    return [
-        [p.schedule, p.overlap, [[g.tensors, g.operation.value, g.phase.value] for g in p.groups]]
-        for p in plans
-    ]
-
-
-def decode(documents: Sequence[Any], trace: Trace) -> list[Plan]:
-    """The plans that :func:`encode` wrote, for a trace's tensors."""
-    plans = []
-    for schedule, overlap, groups in documents:
-        made = (Group(tuple(t), Operation(name), Phase(half)) for t, name, half in groups)
-        plans.append(Plan(schedule, trace.specs, tuple(made), overlap))
-    return plans
 
 
 def with_packing(costs: Costs, packing_s_per_byte: float) -> Costs:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from wfbp.comm.backend import Backend, Finished, Work
+from wfbp.comm.backend import Backend, Finished
 from wfbp.comm.probe import measure_cost
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Operation
@@ -62,7 +62,10 @@ class NetworkCosts:
             and (operation not in curves or curves[operation][0] < max_bytes)
         ]
         if missing:
-            limits = call(partial(_exchange_limit, lane_backend), "measuring the network's costs")
+            limits = call(
+                lambda host: host.all_gather_bytes(b"%d" % (lane_backend or host).probe_limit()),
+                "measuring the network's costs",
+            )
             limit = min(map(int, limits))
             known_bytes = max_bytes if max_bytes < limit else sys.maxsize
             max_bytes = min(max_bytes, limit)
@@ -119,8 +122,3 @@ class NetworkCosts:
             most / last_s * 1e-9,
         )
         return PiecewiseCost(points)
-
-
-def _exchange_limit(lane_backend: Backend | None, host: Backend) -> Work[list[bytes]]:
-    """Every rank's limit for messages to measure."""
-    return host.all_gather_bytes(b"%d" % (lane_backend or host).probe_limit())

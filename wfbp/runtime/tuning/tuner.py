@@ -25,9 +25,7 @@ from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.measuring import Visit
 from wfbp.runtime.tuning.candidates import (
     auto_candidates,
-    decode,
     distinct,
-    encode,
     first_plan,
     fixed_candidates,
     further_candidates,
@@ -222,7 +220,12 @@ class Tuner:
             max_steps = _TRIAL_STEPS * self._config.trial_steps
             self._trial = Trial(plans, self._steps_per_round, max_steps)
             self._log("trial of %d plans, of at most %d steps", len(plans), max_steps)
-        return {"plans": encode(plans), "trial": is_trial, "kappa": self._kappa, "measured_s": {}}
+        return {
+            "plans": [plan.to_json() for plan in plans],
+            "trial": is_trial,
+            "kappa": self._kappa,
+            "measured_s": {},
+        }
 
     def _conclude_round(self, ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
         """The plans to run after a round, given each rank's times; on rank 0."""
@@ -249,8 +252,9 @@ class Tuner:
         if trial.num_rounds == 1 and self._options.schedule == AUTO:
             newcomers = further_candidates(tried, trace, costs, self._decouples)
         goes_on = trial.narrow(forecasts_s, newcomers)
+        plans = trial.plans if goes_on else [trial.winner(forecasts_s)]
         return {
-            "plans": encode(trial.plans if goes_on else [trial.winner(forecasts_s)]),
+            "plans": [plan.to_json() for plan in plans],
             "trial": goes_on,
             "kappa": costs.kappa,
             "measured_s": measured_s,
@@ -258,8 +262,8 @@ class Tuner:
 
     def _run_round(self, answer: dict[str, Any]) -> None:
         """Run the plans that rank 0 chose for a round, or install the final one."""
-        trace, costs = self._measured
-        plans = decode(answer["plans"], trace)
+        _, costs = self._measured
+        plans = [Plan.from_json(plan) for plan in answer["plans"]]
         self._kappa = answer["kappa"]
         self.costs = replace(costs, kappa=self._kappa)
         self._trial_s = answer["measured_s"]

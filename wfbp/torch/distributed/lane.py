@@ -24,7 +24,7 @@ from wfbp.comm.backend import Backend, Work
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.core.ranks import name_values
 from wfbp.errors import DisagreementError, StallError, WfbpError
-from wfbp.runtime.progress.occasional_lane import OccasionalLane
+from wfbp.runtime.progress.loop import OccasionalLane
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.messages import Message, Messages

@@ -286,11 +286,9 @@ for number in numbers:
 assert hvd.size() == size
 hvd.shutdown()
 
-# Sets that are known from the beginning: of ranks, or of the communicators of a split.
+# Sets that are known from the beginning.
 if size > 1:
     world = MPI.COMM_WORLD
-    hvd.init(world, process_sets=[hvd.ProcessSet(world.Split(rank, 0))])
-    hvd.shutdown()
     sets = [hvd.ProcessSet([0]), [1]]
     hvd.init(world.Split(0, -rank), process_sets=sets)
     assert hvd.rank() == size - 1 - rank

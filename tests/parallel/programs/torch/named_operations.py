@@ -421,42 +421,13 @@ def groups_in_place() -> None:
 
 
 @check
-def process_sets_of_a_split() -> None:
-    rank, size = wfbp.rank(), wfbp.size()
-    world = MPI.COMM_WORLD
-    if size < 3:
-        return  # a set of the split would be that of all ranks
-    # A set of each colour; ranks go by their numbers, in whatever order a communicator has them.
-    half = wfbp.add_process_set(wfbp.ProcessSet(world.Split(rank % 2, -rank)))
-    assert half.ranks == [*range(rank % 2, size, 2)]
-    assert (half.rank(), half.size()) == (rank // 2, len(half.ranks))
-    total = wfbp.allreduce(torch.tensor([rank]), op=wfbp.Sum, process_set=half)
-    assert total.item() == sum(half.ranks)
-    raises(ValueError, "exists already", act=lambda: wfbp.add_process_set([*range(0, size, 2)]))
-    assert wfbp.remove_process_set(half)
-    # Ranks that the split leaves out have the set, and are not in it.
-    first = wfbp.ProcessSet(world.Split(0 if rank < 2 else MPI.UNDEFINED, rank))
-    wfbp.add_process_set(first)
-    assert (first.ranks, first.included()) == ([0, 1], rank < 2)
-    if first.included():
-        assert wfbp.broadcast(torch.tensor([rank]), 1, process_set=first).item() == 1
-    assert wfbp.remove_process_set(first)
-    mine = [0, 1] if rank == 0 else wfbp.ProcessSet(MPI.COMM_SELF)
-    raises(WfbpError, "different operations", act=partial(wfbp.add_process_set, mine))
-    raises(
-        ValueError,
-        "null communicator",
-        act=lambda: wfbp.add_process_set(wfbp.ProcessSet(MPI.COMM_NULL)),
-    )
-
-
-@check
 def process_sets() -> None:
     rank, size = wfbp.rank(), wfbp.size()
     assert wfbp.global_process_set.process_set_id == 0
     assert wfbp.global_process_set.ranks == list(range(size))
     raises(ValueError, "exists already", act=lambda: wfbp.add_process_set(range(size)))
     raises(ValueError, "expected different ones", act=lambda: wfbp.add_process_set([0, size]))
+    raises(TypeError, "split communicator", act=lambda: wfbp.ProcessSet(MPI.COMM_WORLD))
     stranger = wfbp.ProcessSet([0])
     raises(ValueError, "add_process_set()", act=stranger.size)
     if size == 1:
