@@ -12,6 +12,7 @@ import random
 import re
 import socket
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 import wfbp.torch
 import wfbp.torch.distributed
 from wfbp.launcher.hosts import interfaces
+from wfbp.runtime.runtime import FORWARDING_S
 
 Batch = tuple[Any, ...]
 Make = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
@@ -217,9 +219,24 @@ def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
     raise ValueError(f"contestant {name!r}: expected {known}, wfbp-SCHEDULE or ddp-MIB")
 
 
-def run(
-    make: Make, names: Sequence[str], rounds: int, device: str, say: Callable[[str], None]
-) -> list[Contestant]:
+def run_or_abort(make: Make, names: Sequence[str], rounds: int, device: str) -> list[Contestant]:
+    """As :func:`run`; if one rank fails, all exit."""
+    try:
+        return run(make, names, rounds, device)
+    except Exception as error:
+        message = f"wfbp bench: error: rank {MPI.COMM_WORLD.rank}: {error}"
+        print(message, file=sys.stderr, flush=True)
+        time.sleep(FORWARDING_S)
+        MPI.COMM_WORLD.Abort(1)
+        raise
+
+
+def _say(text: str) -> None:
+    if MPI.COMM_WORLD.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def run(make: Make, names: Sequence[str], rounds: int, device: str) -> list[Contestant]:
     """Time contestants in blocks; collective. ``RuntimeError`` if models differ, or no plan."""
     wfbp.torch.init()
     if device == "cuda":
@@ -232,7 +249,7 @@ def run(
     state = {k: v.clone() for k, v in contestants[0].model.state_dict().items()}
     for contestant in contestants:
         contestant.reset(state, TIMED_RATE)
-        say(f"{contestant.name}: ready after {_warm_up(contestant, batches)} steps")
+        _say(f"{contestant.name}: ready after {_warm_up(contestant, batches)} steps")
     reference = next(c for c in contestants if c.name == REFERENCE)
     _compare(contestants, reference, state, batches)
     for contestant in contestants:
@@ -243,7 +260,7 @@ def run(
     if buckets:
         medians = [statistics.median(times) for times in zip(*trial_s, strict=True)]
         best = buckets.pop(medians.index(min(medians)))
-        say(f"DDP is fastest with buckets of {best.name.removeprefix('ddp-')} MiB")
+        _say(f"DDP is fastest with buckets of {best.name.removeprefix('ddp-')} MiB")
     contestants = [c for c in contestants if c not in buckets]
     order, shuffle = list(contestants), random.Random(0).shuffle  # the same on every rank
     for number in range(rounds):
@@ -254,7 +271,7 @@ def run(
             contestant.seconds.append(seconds)
             contestant.cpu_seconds.append(cpu_seconds)
             contestant.finish()
-        say(f"round {number + 1} of {rounds}: {length} iterations each")
+        _say(f"round {number + 1} of {rounds}: {length} iterations each")
     if with_ddp:
         torch.distributed.destroy_process_group()
     wfbp.torch.shutdown()
