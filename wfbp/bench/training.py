@@ -7,10 +7,8 @@ foreign load affects all. A time is the mean of all ranks' times.
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import socket
 import statistics
 import sys
 import time
@@ -25,11 +23,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 from torch import nn
-from torch.distributed.rendezvous import rendezvous
 
 import wfbp.torch
 import wfbp.torch.distributed
-from wfbp.launcher.hosts import interfaces
 from wfbp.runtime.runtime import FORWARDING_S
 
 Batch = tuple[Any, ...]
@@ -244,7 +240,11 @@ def run(make: Make, names: Sequence[str], rounds: int, device: str) -> list[Cont
     tried = BUCKETS if BEST_DDP in names else ()
     names = [name for name in dict.fromkeys([*names, REFERENCE, *tried]) if name != BEST_DDP]
     if with_ddp := any(maker(name) is ddp for name in names):
-        _start_ddp(device)
+        torch.distributed.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method="wfbp://",
+            timeout=timedelta(seconds=START_S),
+        )
     contestants, batches = _make(make, names, device)
     state = {k: v.clone() for k, v in contestants[0].model.state_dict().items()}
     for contestant in contestants:
@@ -293,24 +293,6 @@ def _make(make: Make, names: Sequence[str], device: str) -> tuple[list[Contestan
         for seed in range(first, first + NUM_BATCHES)
     ]
     return contestants, batches
-
-
-def _start_ddp(device: str) -> None:
-    """Start PyTorch's process group, over the network that leads to rank 0."""
-    limit = timedelta(seconds=START_S)
-    store, rank, size = next(iter(rendezvous("wfbp://", timeout=limit)))
-    host = MPI.COMM_WORLD.allgather(store.host)[-1]  # to rank 0 itself it is the local host
-    with socket.create_connection((host, store.port), START_S) as connection:
-        address = connection.getsockname()[0]
-    # Gloo would look for an address of the host's name, which containers may share.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces()[address])
-    torch.distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=limit,
-    )
 
 
 def _warm_up(contestant: Contestant, batches: Sequence[Batch]) -> int:
