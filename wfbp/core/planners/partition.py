@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from wfbp.core.cost import CostModel, Costs
 from wfbp.core.plan import Group, Plan, split_by_dtype
 from wfbp.core.trace import Trace
-from wfbp.core.types import Operation, Phase
+from wfbp.core.types import Operation
 
 Ends = tuple[int, ...]
 
@@ -155,7 +155,7 @@ def plan_of_phases(
         groups += split_by_dtype(specs, [run], operation)
     gathered = [len(specs) - 1 - k for k in scattered(modes)]
     gathers = [run[::-1] for run in _cut(gathered, forward_ends)][::-1]
-    groups += split_by_dtype(specs, gathers, Operation.ALL_GATHER, Phase.FORWARD)
+    groups += split_by_dtype(specs, gathers, Operation.ALL_GATHER)
     return Plan(schedule, specs, tuple(groups))
 
 

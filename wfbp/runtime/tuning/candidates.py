@@ -13,7 +13,7 @@ from wfbp.core.planners import PLANNERS
 from wfbp.core.planners.coarsening import coarsened, even_progress, expanded, spread_boundaries
 from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import Operation, Phase, TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 
 MAX_EXACT = 192
 """Slow planners merge neighbours in models of more tensors; costs: planning-time.md."""
@@ -119,8 +119,7 @@ def distinct(plans: Iterable[Plan]) -> list[Plan]:
 def encode(plans: Sequence[Plan]) -> list[Any]:
     """Plans as JSON's types, without the tensors, which all ranks know."""
     return [
-        [p.schedule, p.overlap, [[g.tensors, g.operation.value, g.phase.value] for g in p.groups]]
-        for p in plans
+        [p.schedule, p.overlap, [[g.tensors, g.operation.value] for g in p.groups]] for p in plans
     ]
 
 
@@ -128,7 +127,7 @@ def decode(documents: Sequence[Any], trace: Trace) -> list[Plan]:
     """The plans that :func:`encode` wrote, for a trace's tensors."""
     plans = []
     for schedule, overlap, groups in documents:
-        made = (Group(tuple(t), Operation(name), Phase(half)) for t, name, half in groups)
+        made = (Group(tuple(t), Operation(name)) for t, name in groups)
         plans.append(Plan(schedule, trace.specs, tuple(made), overlap))
     return plans
 
