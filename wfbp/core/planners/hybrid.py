@@ -109,11 +109,6 @@ class PartitionOptimizer:
         return PhasePartitions(modes, backward, forward, seconds)
 
 
-def _plan_of(trace: Trace, found: PhasePartitions) -> Plan:
-    forward_ends = found.forward.ends if found.forward else ()
-    return plan_of_phases("hybrid", trace, found.modes, found.backward.ends, forward_ends)
-
-
 Floats = npt.NDArray[np.float64]
 
 MAX_BORDERS = 64  # boundaries between which groups are sought, if there are more tensors
@@ -208,7 +203,9 @@ def hybrid(
     latest_s = min([best_s * (1.0 + tolerance), *rivals_s])
     in_time = [found for found in candidates if found.seconds <= latest_s]
     candidates += [partition_optimizer.with_fewer_groups(found, latest_s) for found in in_time]
-    plans += [_plan_of(trace, found) for found in candidates]
+    for found in candidates:
+        ends = found.backward.ends, found.forward.ends if found.forward else ()
+        plans.append(plan_of_phases("hybrid", trace, found.modes, *ends))
     # The fewest groups that end in time, or the shortest iteration of all.
     times = [iteration_s(plan, trace, costs) for plan in plans]
     latest_s = max(latest_s, min(times)) * (1.0 + 4 * ROUNDING)
