@@ -7,6 +7,7 @@ foreign load affects all. A time is the mean of all ranks' times.
 
 from __future__ import annotations
 
+import platform
 import random
 import re
 import statistics
@@ -14,9 +15,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -215,16 +217,38 @@ def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
     raise ValueError(f"contestant {name!r}: expected {known}, wfbp-SCHEDULE or ddp-MIB")
 
 
-def run_or_abort(make: Make, names: Sequence[str], rounds: int, device: str) -> list[Contestant]:
-    """As :func:`run`; if one rank fails, all exit."""
+def run_or_abort(
+    make: Make, names: Sequence[str], rounds: int, device: str
+) -> list[Contestant] | None:
+    """As :func:`run` on rank 0, None elsewhere; if one rank fails, all exit."""
+    if MPI.COMM_WORLD.size == 1:
+        raise ValueError(
+            "a benchmark needs at least two ranks; start it as: mpirun -np N wfbp bench ..."
+        )
     try:
-        return run(make, names, rounds, device)
+        results = run(make, names, rounds, device)
     except Exception as error:
         message = f"wfbp bench: error: rank {MPI.COMM_WORLD.rank}: {error}"
         print(message, file=sys.stderr, flush=True)
         time.sleep(FORWARDING_S)
         MPI.COMM_WORLD.Abort(1)
         raise
+    return results if MPI.COMM_WORLD.rank == 0 else None
+
+
+def machine() -> dict[str, Any]:
+    """Command, ranks, machine and versions, which affect the results."""
+    versions = {}
+    for package in ("wfbp", "torch", "numpy", "mpi4py"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "command": sys.argv[1:],
+        "ranks": MPI.COMM_WORLD.size,
+        "mpi": MPI.Get_library_version().split("\n")[0].strip(" \0"),
+        "machine": platform.platform(),
+        "versions": versions,
+    }
 
 
 def _say(text: str) -> None:

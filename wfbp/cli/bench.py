@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
-import sys
-from contextlib import suppress
-from importlib import metadata
-from typing import Any
 
 import click
 
@@ -37,20 +32,14 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
     from a seed. ddp has PyTorch's default buckets, ddp-best the fastest of three other sizes.
     """
-    from mpi4py import MPI
-
     from wfbp.bench import training as benchmark
 
     names = [name for name in contestants.split(",") if name]
     make = benchmark.model_named(model)
     for name in names:
         benchmark.maker(name)
-    if MPI.COMM_WORLD.size == 1:
-        raise ValueError(
-            "a benchmark needs at least two ranks; start it as: mpirun -np N wfbp bench ..."
-        )
     results = benchmark.run_or_abort(make, names, rounds, device)
-    if MPI.COMM_WORLD.rank > 0:
+    if results is None:
         return
     (base,) = (c for c in results if c.name == benchmark.REFERENCE)
     base_s = statistics.median(base.seconds)
@@ -62,7 +51,7 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
         cpu_s = statistics.median(contestant.cpu_seconds)
         cells = map(milliseconds, (middle, third - first, cpu_s))
         rows.append([contestant.name, *cells, f"{middle / base_s:.2f}"])
-    about = _machine(MPI.COMM_WORLD.size, MPI.Get_library_version())
+    about = benchmark.machine()
     if as_json:
         times = {
             "seconds": {c.name: c.seconds for c in results},
@@ -77,18 +66,3 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
         rows,
         [f"{about['ranks']} ranks; {about['machine']}; {about['mpi']}; {versions}"],
     )
-
-
-def _machine(num_ranks: int, library: str) -> dict[str, Any]:
-    """Command, ranks, machine and versions, which affect the results."""
-    versions = {}
-    for package in ("wfbp", "torch", "numpy", "mpi4py"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return {
-        "command": sys.argv[1:],
-        "ranks": num_ranks,
-        "mpi": library.split("\n")[0].strip(" \0"),
-        "machine": platform.platform(),
-        "versions": versions,
-    }
