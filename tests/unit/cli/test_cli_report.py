@@ -185,7 +185,7 @@ def test_where_and_when_it_ran(tmp_path: Path) -> None:
 def test_interference_at_its_cap(tmp_path: Path) -> None:
     report = document(0, 2)["report"] | {"kappa": MAX_KAPPA}
     result = chapter(only_run(record(tmp_path, report=report)))
-    assert dict(result.facts)["interference (kappa)"] == "9.00 (its cap)"
+    assert dict(result.facts)["interference (kappa)"] == "9.00"
     assert "at its cap" in result.notes[0]
 
 
