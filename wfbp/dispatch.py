@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
-from wfbp.cupy_arrays import device_operand
+from wfbp.comm.arrays import Buffer
 from wfbp.runtime.api.parameters import broadcast_arrays
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.forms import Form
-from wfbp.runtime.collectives.operands import array_operand, perform_on_arrays
+from wfbp.runtime.collectives.operands import Operand, array_operand, perform_on_arrays
 from wfbp.runtime.collectives.process_sets import global_process_set
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def perform(form: Form, value: Any, **options: Any) -> Any:
     adapter = _adapter(first)
     if adapter is None:
         on_device = hasattr(first, "__cuda_array_interface__")
-        operand_of = device_operand if on_device else array_operand
+        operand_of = _device_operand if on_device else array_operand
         return perform_on_arrays(form, value, operand_of, **options)
     if adapter.__name__ == "wfbp.torch":
         return getattr(adapter.collectives, form.name)(value, **options)
@@ -91,6 +92,28 @@ def perform(form: Form, value: Any, **options: Any) -> Any:
                 "numpy.asarray(x)"
             )
     return act(value, **options)
+
+
+def _device_operand(value: Any, in_place: bool, label: str) -> Operand:
+    """CuPy's array or another one on a device, sent through the host; results lie there, too."""
+    cupy = import_module("cupy")
+    operand = array_operand(cupy.asnumpy(cupy.asarray(value)), label=label)
+
+    def placed(array: Any) -> Any:
+        with getattr(value, "device", None) or nullcontext():
+            return cupy.asarray(array)
+
+    def whole() -> Any:
+        if not in_place:
+            return placed(operand.whole())
+        with getattr(value, "device", None) or nullcontext():
+            cupy.asarray(value)[...] = cupy.asarray(operand.whole())
+        return value
+
+    def rows(data: Buffer, count: int) -> Any:
+        return placed(operand.rows(data, count))
+
+    return operand._replace(whole=whole, rows=rows)
 
 
 _NOT_OF_JAX = {

@@ -20,7 +20,7 @@ from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, HostBackend
 from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.waiting import wait
-from wfbp.core.types import ELEMENTWISE_OPS, ITEM_BYTES, Op
+from wfbp.core.types import ITEM_BYTES, Op
 
 TIMEOUT_S = 60.0
 SIZES = (0, 1, 2, 3, 17, 1000, 8193, 100_003)
@@ -196,7 +196,7 @@ def check_several_chunks(backend: Backend) -> None:
 def check_nan(backend: Backend) -> None:
     """One rank's NaN reaches every rank, whatever the operation, and nothing else is changed."""
     for dtype in FLOATS + HALVES:
-        for op in ELEMENTWISE_OPS:
+        for op in Op:
             for numel, place in ((5, 2), (70_001, 69_000)):
                 values = np.ones(numel, np.float32)
                 if backend.rank == backend.size - 1:
@@ -613,7 +613,7 @@ def check_bad_buffers(backend: Backend) -> None:
 def checks() -> Iterator[tuple[str, Callable[[Backend], None]]]:
     """Every check with its name."""
     for dtype in ITEM_BYTES:
-        for op in ELEMENTWISE_OPS:
+        for op in Op:
             yield f"{dtype}-{op.value}", lambda b, dtype=dtype, op=op: check_reduce(b, dtype, op)
     for name, function in sorted({**globals(), **vars(segment_checks)}.items()):
         if name.startswith("check_") and name != "check_reduce":

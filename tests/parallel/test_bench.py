@@ -77,25 +77,6 @@ def test_a_contestant_that_trains_something_else_is_told(mpirun: Mpirun, tmp_pat
     assert "wfbp-layerwise trains something else than mpi-per-tensor" in run.stderr, run
 
 
-@launcher.needs_namespaces
-def test_ddp_finds_an_address_where_hosts_share_a_name(tmp_path: Path) -> None:
-    """Two network namespaces on one machine; nothing tells gloo which interface to use."""
-    (tmp_path / "tiny.py").write_text(TINY)
-    variables = {**SOON, "PYTHONPATH": f"{launcher.ROOT}:{tmp_path}"}
-    words = ("--model", "tiny:make", "--rounds", "1", "--contestants", "ddp", "--json")
-    unset = ("env", "-u", "GLOO_SOCKET_IFNAME", "-u", "MASTER_ADDR", sys.executable, "-m", "wfbp")
-    link = (sys.executable, launcher.ROOT / "launch" / "link.py", "run", "--expect-bytes", "1000")
-    done = subprocess.run(
-        [*map(str, link), "--rate", "1gbit", "--", *unset, "bench", "training", *words],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)["seconds"]) == {"ddp", "mpi-per-tensor"}
-
-
 def test_peers_are_compared(tmp_path: Path) -> None:
     """The command of the front page's table, on the smallest model and in shared memory alone."""
     files = [tmp_path / name for name in ("samples.json", "table.md", "picture.svg")]

@@ -7,28 +7,28 @@ foreign load affects all. A time is the mean of all ranks' times.
 
 from __future__ import annotations
 
-import os
+import platform
 import random
 import re
-import socket
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import nn
-from torch.distributed.rendezvous import rendezvous
 
 import wfbp.torch
 import wfbp.torch.distributed
-from wfbp.launcher.hosts import interfaces
+from wfbp.runtime.runtime import FORWARDING_S
 
 Batch = tuple[Any, ...]
 Make = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
@@ -217,9 +217,46 @@ def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
     raise ValueError(f"contestant {name!r}: expected {known}, wfbp-SCHEDULE or ddp-MIB")
 
 
-def run(
-    make: Make, names: Sequence[str], rounds: int, device: str, say: Callable[[str], None]
-) -> list[Contestant]:
+def run_or_abort(
+    make: Make, names: Sequence[str], rounds: int, device: str
+) -> list[Contestant] | None:
+    """As :func:`run` on rank 0, None elsewhere; if one rank fails, all exit."""
+    if MPI.COMM_WORLD.size == 1:
+        raise ValueError(
+            "a benchmark needs at least two ranks; start it as: mpirun -np N wfbp bench ..."
+        )
+    try:
+        results = run(make, names, rounds, device)
+    except Exception as error:
+        message = f"wfbp bench: error: rank {MPI.COMM_WORLD.rank}: {error}"
+        print(message, file=sys.stderr, flush=True)
+        time.sleep(FORWARDING_S)
+        MPI.COMM_WORLD.Abort(1)
+        raise
+    return results if MPI.COMM_WORLD.rank == 0 else None
+
+
+def machine() -> dict[str, Any]:
+    """Command, ranks, machine and versions, which affect the results."""
+    versions = {}
+    for package in ("wfbp", "torch", "numpy", "mpi4py"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "command": sys.argv[1:],
+        "ranks": MPI.COMM_WORLD.size,
+        "mpi": MPI.Get_library_version().split("\n")[0].strip(" \0"),
+        "machine": platform.platform(),
+        "versions": versions,
+    }
+
+
+def _say(text: str) -> None:
+    if MPI.COMM_WORLD.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def run(make: Make, names: Sequence[str], rounds: int, device: str) -> list[Contestant]:
     """Time contestants in blocks; collective. ``RuntimeError`` if models differ, or no plan."""
     wfbp.torch.init()
     if device == "cuda":
@@ -227,12 +264,16 @@ def run(
     tried = BUCKETS if BEST_DDP in names else ()
     names = [name for name in dict.fromkeys([*names, REFERENCE, *tried]) if name != BEST_DDP]
     if with_ddp := any(maker(name) is ddp for name in names):
-        _start_ddp(device)
+        torch.distributed.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method="wfbp://",
+            timeout=timedelta(seconds=START_S),
+        )
     contestants, batches = _make(make, names, device)
     state = {k: v.clone() for k, v in contestants[0].model.state_dict().items()}
     for contestant in contestants:
         contestant.reset(state, TIMED_RATE)
-        say(f"{contestant.name}: ready after {_warm_up(contestant, batches)} steps")
+        _say(f"{contestant.name}: ready after {_warm_up(contestant, batches)} steps")
     reference = next(c for c in contestants if c.name == REFERENCE)
     _compare(contestants, reference, state, batches)
     for contestant in contestants:
@@ -243,7 +284,7 @@ def run(
     if buckets:
         medians = [statistics.median(times) for times in zip(*trial_s, strict=True)]
         best = buckets.pop(medians.index(min(medians)))
-        say(f"DDP is fastest with buckets of {best.name.removeprefix('ddp-')} MiB")
+        _say(f"DDP is fastest with buckets of {best.name.removeprefix('ddp-')} MiB")
     contestants = [c for c in contestants if c not in buckets]
     order, shuffle = list(contestants), random.Random(0).shuffle  # the same on every rank
     for number in range(rounds):
@@ -254,7 +295,7 @@ def run(
             contestant.seconds.append(seconds)
             contestant.cpu_seconds.append(cpu_seconds)
             contestant.finish()
-        say(f"round {number + 1} of {rounds}: {length} iterations each")
+        _say(f"round {number + 1} of {rounds}: {length} iterations each")
     if with_ddp:
         torch.distributed.destroy_process_group()
     wfbp.torch.shutdown()
@@ -276,24 +317,6 @@ def _make(make: Make, names: Sequence[str], device: str) -> tuple[list[Contestan
         for seed in range(first, first + NUM_BATCHES)
     ]
     return contestants, batches
-
-
-def _start_ddp(device: str) -> None:
-    """Start PyTorch's process group, over the network that leads to rank 0."""
-    limit = timedelta(seconds=START_S)
-    store, rank, size = next(iter(rendezvous("wfbp://", timeout=limit)))
-    host = MPI.COMM_WORLD.allgather(store.host)[-1]  # to rank 0 itself it is the local host
-    with socket.create_connection((host, store.port), START_S) as connection:
-        address = connection.getsockname()[0]
-    # Gloo would look for an address of the host's name, which containers may share.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces()[address])
-    torch.distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=limit,
-    )
 
 
 def _warm_up(contestant: Contestant, batches: Sequence[Batch]) -> int:

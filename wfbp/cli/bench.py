@@ -32,15 +32,13 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
     from a seed. ddp has PyTorch's default buckets, ddp-best the fastest of three other sizes.
     """
-    from wfbp.bench import ranks
     from wfbp.bench import training as benchmark
 
     names = [name for name in contestants.split(",") if name]
     make = benchmark.model_named(model)
     for name in names:
         benchmark.maker(name)
-    ranks.need_several()
-    results = ranks.run_or_abort(lambda: benchmark.run(make, names, rounds, device, ranks.say))
+    results = benchmark.run_or_abort(make, names, rounds, device)
     if results is None:
         return
     (base,) = (c for c in results if c.name == benchmark.REFERENCE)
@@ -53,7 +51,7 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
         cpu_s = statistics.median(contestant.cpu_seconds)
         cells = map(milliseconds, (middle, third - first, cpu_s))
         rows.append([contestant.name, *cells, f"{middle / base_s:.2f}"])
-    about = ranks.machine()
+    about = benchmark.machine()
     if as_json:
         times = {
             "seconds": {c.name: c.seconds for c in results},

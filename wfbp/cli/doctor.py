@@ -193,7 +193,11 @@ def _output(*words: str) -> str:
 
 
 def _batch_system() -> Findings:
-    granted = allocation(os.environ)
+    try:
+        granted = allocation(os.environ)
+    except ValueError as error:
+        yield PROBLEM, str(error), "name hosts by -H or --hostfile"
+        return
     if granted is None:
         yield OK, "no batch system's allocation: this machine, or hosts that you name", ""
     else:
@@ -212,7 +216,9 @@ def _cores() -> Findings:
     if busy > max(1.0, usable / 2):
         text = f"about {busy:.1f} threads have kept {usable} cores busy in the last minute"
         yield NOTE, text, "find other programs by `top`: all ranks wait for the slowest"
-    granted = allocation(os.environ)
+    granted = None
+    with suppress(ValueError):  # the batch system's topic reports it
+        granted = allocation(os.environ)
     ranks = sum(host.slots for host in granted.hosts if host.is_local) if granted else 1
     if ranks > usable:
         text = f"{ranks} ranks are granted here, and {usable} cores: ranks take turns"

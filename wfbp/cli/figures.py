@@ -11,7 +11,7 @@ import numpy as np
 from wfbp.cli.plan import reasons
 from wfbp.cli.run_files import RankRun, Run
 from wfbp.cli.tables import size
-from wfbp.core.cost import CostModel, Costs, PiecewiseCost
+from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.fit import fit_linear, goodness
 from wfbp.core.timeline import IterationForecast
 from wfbp.core.trace import Trace
@@ -66,7 +66,7 @@ def schedules(
 
 
 def cost_curve(costs: Costs) -> go.Figure:
-    """Seconds per message by size: measured points and the fitted line, or a given line."""
+    """Seconds per message by size: measured points and the fitted line."""
     figure = go.Figure()
     own = {
         "all-reduce": (BLUE, costs.all_reduce),
@@ -74,9 +74,7 @@ def cost_curve(costs: Costs) -> go.Figure:
         "all-gather": (GREEN, costs.all_gather),
     }
     for name, (color, cost) in own.items():
-        if not isinstance(cost, PiecewiseCost):
-            if cost is not None:
-                _add_line(figure, f"{name}, given", color, cost, 4.0, 2.0**28)
+        if not isinstance(cost, PiecewiseCost):  # not measured
             continue
         points = [(max(nbytes, 1.0), seconds) for nbytes, seconds in cost.points if seconds > 0]
         figure.add_scatter(
@@ -94,25 +92,15 @@ def cost_curve(costs: Costs) -> go.Figure:
                 f"{fitted.beta_s_per_byte * 1e9:.3f} ns/byte (R² {how.r_squared:.3f}, "
                 f"worst {how.max_relative_error:.0%})"
             )
-            _add_line(figure, text, color, fitted, points[0][0], points[-1][0], "dot")
+            sizes = np.geomspace(points[0][0], points[-1][0], 200)
+            line = {"color": color, "dash": "dot", "width": 1.5}
+            figure.add_scatter(
+                name=text, mode="lines", x=sizes, y=fitted.many(sizes) * MS, line=line
+            )
     figure.update_layout(legend=LEGEND, height=420)
     figure.update_traces(hovertemplate="%{x:,.0f} bytes<br>%{y:.4f} ms")
     figure.update_xaxes(title="bytes", type="log", exponentformat="SI")
     return figure.update_yaxes(title="ms", type="log")
-
-
-def _add_line(
-    figure: go.Figure,
-    name: str,
-    color: str,
-    cost: CostModel,
-    least: float,
-    largest: float,
-    dash: str = "solid",
-) -> None:
-    sizes = np.geomspace(least, largest, 200)
-    line = {"color": color, "dash": dash, "width": 1.5}
-    figure.add_scatter(name=name, mode="lines", x=sizes, y=cost.many(sizes) * MS, line=line)
 
 
 Bar = tuple[str, str, float, float, str]
@@ -129,7 +117,7 @@ _COLORS = {
 }
 
 
-def _chart(title: str, bars: Sequence[Bar]) -> go.Figure:
+def _chart(bars: Sequence[Bar]) -> go.Figure:
     """A Gantt chart."""
     rows = list(dict.fromkeys(row for _, row, *_ in bars))
     figure = go.Figure()
@@ -150,6 +138,7 @@ def _chart(title: str, bars: Sequence[Bar]) -> go.Figure:
             hoverinfo="text",
         )
     figure.update_layout(barmode="overlay", legend=LEGEND, height=120 + 34 * len(rows))
+    title = "ms since the previous iteration's gradients were in hand"
     figure.update_xaxes(title=title, rangemode="tozero")
     return figure.update_yaxes(categoryorder="array", categoryarray=rows[::-1])
 
@@ -171,7 +160,7 @@ def gantt(run: Run, index: int, predicted: IterationForecast | None) -> go.Figur
     # nearly the same moment on all ranks.
     for rank in run.ranks:
         bars += _rank_bars(rank, rank.iterations[index])
-    return _chart("ms since the previous iteration's gradients were in hand", bars)
+    return _chart(bars)
 
 
 def _compute_bars(row: str, ends_s: Sequence[float]) -> list[Bar]:

@@ -30,22 +30,12 @@ _SAME = 1e-9  # relative; rounding may differ by as much
     help=f"Recommended: {', '.join(n for n in RECOMMENDED if n in PLANNERS)}. For comparison: "
     f"{', '.join(n for n in PLANNERS if n not in RECOMMENDED)}; or all.",
 )
-@click.option(
-    "--threshold-bytes",
-    type=click.IntRange(1),
-    help="Group size of the schedule 'threshold' [default: 25 MiB].",
-)
-@click.option(
-    "--rows", type=click.IntRange(0), default=40, help="Groups to list at most; 0 for all."
-)
 @json_option
 def command(
     trace: str,
     cost: str | None,
     optimizer: str | None,
     names: tuple[str, ...],
-    threshold_bytes: int | None,
-    rows: int,
     as_json: bool,
 ) -> None:
     """Plan the messages of one training step and predict the iteration.
@@ -55,15 +45,8 @@ def command(
     of groups count from the start of backward; T/LB is the iteration over the lower bound of all
     schedules.
     """
-    if threshold_bytes is not None and "threshold" not in names:
-        raise click.BadParameter(
-            f"schedule {names[0]!r} takes none", param_hint="--threshold-bytes"
-        )
     model, costs, _, run = load(trace, cost, optimizer)
-    options = {"threshold": {"threshold_bytes": threshold_bytes}} if threshold_bytes else {}
-    results = [
-        timeline(plan(name, model, costs, **options.get(name, {})), model, costs) for name in names
-    ]
+    results = [timeline(plan(name, model, costs), model, costs) for name in names]
     first = best([r.iteration_s for r in results], [len(r.groups) for r in results])
     if as_json:
         told = [_document(result) for result in results]
@@ -74,7 +57,7 @@ def command(
         }
         click.echo(json.dumps(told[0] if len(told) == 1 else comparison, indent=1, allow_nan=False))
     elif len(results) == 1:
-        _print_one(results[0], model, rows, _about_bound(results[0].lower_bound_s, run))
+        _print_one(results[0], model, _about_bound(results[0].lower_bound_s, run))
     else:
         _print_all(results, model, first, _about_bound(results[0].lower_bound_s, run))
 
@@ -99,9 +82,7 @@ def _document(result: IterationForecast) -> dict[str, Any]:
     }
 
 
-def _print_one(
-    result: IterationForecast, trace: Trace, rows: int, about_bound: Sequence[str]
-) -> None:
+def _print_one(result: IterationForecast, trace: Trace, about_bound: Sequence[str]) -> None:
     groups, tensors = result.plan.groups, result.plan.tensors
     cells = []
     for index, why in enumerate(reasons(result)):
@@ -110,14 +91,12 @@ def _print_one(
         members = f"{len(group.tensors)}: {first} ... {last}" if len(group.tensors) > 1 else first
         times = map(milliseconds, (at.start_s, at.end_s, at.exposed_s))
         cells.append((str(index), group.operation.value, members, size(at.nbytes), *times, why))
-    left = len(cells) - rows if rows else 0
     print_table(
         f"{trace.model or 'model'}: schedule {result.plan.schedule}, {len(groups)} groups of "
         f"{len(tensors)} tensors, {size(result.plan.total_bytes)}; times in ms",
         ("#", "<operation", "<tensors", "size", "start", "end", "exposed", "<why"),
-        cells[: rows or None],
+        cells,
         [
-            *([f"... and {left} more groups (--rows 0 lists all)", ""] if left > 0 else []),
             f"iteration {milliseconds(result.iteration_s)} ms, of which "
             f"{milliseconds(result.exposed_s)} ms exposed communication; "
             f"T/LB {result.ratio_to_lower_bound:.3f}",

@@ -86,26 +86,13 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
 
 def measure(backend: Backend, max_bytes: int, seconds: float) -> Curves:
     """Time collectives for about ``seconds`` in all; collective, the same result on every rank."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from wfbp.comm.probe import measure_cost, probe_sizes
+    from wfbp.comm.probe import measure_cost
 
     curves = {}
-    # On stderr, which mpirun passes on to the terminal.
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=backend.rank > 0
-    ) as progress:
-        task = progress.add_task("probing", total=len(Operation) * len(probe_sizes(max_bytes)))
-        for operation in Operation:
-            measured = measure_cost(
-                backend,
-                max_bytes,
-                operation=operation,
-                budget_s=seconds / len(Operation),
-                on_size=lambda: progress.advance(task),
-            )
-            curves[operation] = PiecewiseCost(monotone_points(measured))
+    for operation in Operation:
+        budget_s = seconds / len(Operation)
+        measured = measure_cost(backend, max_bytes, operation=operation, budget_s=budget_s)
+        curves[operation] = PiecewiseCost(monotone_points(measured))
     return curves
 
 

@@ -26,15 +26,6 @@ OFF = 1.5
 """A prediction that is wrong by this factor has another cause than noise."""
 LATE = 0.1
 """A rank is late if another waits for it for more than this part of the iteration."""
-_MOST_LISTED = 8
-_NOT_YET = {
-    "warm-up": "The run ended in its warm-up: compute, network, prediction, bound and interference "
-    "are measured in later steps.",
-    "profile": "The run ended while compute was being measured (profile): the network, the "
-    "prediction, the bound and interference are not known yet.",
-    "trial": "The run ended while candidate plans were being tried (trial): the plan that stays, "
-    "its exposed communication, T/LB and interference (kappa) are not known yet.",
-}
 
 
 @click.command("report", short_help="Show a recorded run as one page that works offline.")
@@ -149,13 +140,12 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     specs = first.plan.tensors
     counted = f"{sum(s.numel for s in specs):,} parameters in {len(specs)} tensors"
     ratio, kappa = run.slowest("ratio_to_lower_bound"), first.figures["kappa"]
-    interference = missing if kappa is None else f"{kappa:.2f}"
     facts = [
         ("optimizer", run.name),
         ("model", f"{about['model']}: {counted}" if about["model"] else counted),
         ("gradients", size(first.plan.total_bytes)),
         ("ranks", str(run.size)),
-        ("hosts", _listed(hosts)),
+        ("hosts", ", ".join(hosts)),
         ("written", about["written"].replace("T", " ").replace("+00:00", " UTC")),
         ("versions", about["versions"]),
         ("communication by", about["library"]),
@@ -169,21 +159,20 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("exposed, measured", _ms(run.slowest("exposed_s"), missing)),
         ("lower bound", _ms(first.figures["lower_bound_s"], missing)),
         ("T/LB, measured", missing if ratio is None else f"{ratio:.3f}"),
-        (
-            "interference (kappa)",
-            interference + (" (its cap)" if kappa is not None and kappa >= MAX_KAPPA else ""),
-        ),
+        ("interference (kappa)", missing if kappa is None else f"{kappa:.2f}"),
     ]
     return [(name, value) for name, value in facts if value]
 
 
 def _notes(run: Run) -> list[str]:
     first = run.ranks[0]
-    notes = [_NOT_YET[first.phase]] if first.phase in _NOT_YET else []
-    if not notes and (first.trace is None or first.costs is None):
+    notes = []
+    if first.phase != "installed":
+        notes = [f"The run ended in its {first.phase}: what later steps measure is not known yet."]
+    elif first.trace is None or first.costs is None:
         notes = ["Compute or network was not measured: there are no predictions to show."]
     if run.missing:
-        listed = _listed([str(rank) for rank in run.missing])
+        listed = ", ".join(map(str, run.missing))
         notes.append(f"{len(run.missing)} of {run.size} ranks left no file here: {listed}.")
     ratio = run.slowest("ratio_to_lower_bound")
     if ratio is not None and ratio < 1.0:
@@ -195,11 +184,6 @@ def _notes(run: Run) -> list[str]:
             "than any interference explains. Do ranks share cores?"
         )
     return notes
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_LISTED
-    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _short(seconds: float) -> str:

@@ -18,7 +18,6 @@ T = TypeVar("T")
 FIGURES = (
     "predicted_iteration_s",
     "measured_iteration_s",
-    "predicted_exposed_s",
     "exposed_s",
     "lower_bound_s",
     "ratio_to_lower_bound",

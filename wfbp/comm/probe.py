@@ -60,7 +60,6 @@ def measure_cost(
     budget_s: float = 2.0,
     waiter: Waiter | None = None,
     check: Check | None = None,
-    on_size: Callable[[], object] = lambda: None,
 ) -> list[tuple[int, float]]:
     """Time float32 collectives: (bytes, seconds) by increasing size, the same on every rank.
 
@@ -98,7 +97,6 @@ def measure_cost(
                 # (The first stream counts only where there is no other.)
                 times, spent_s = measured(size, length, count)
             points.append((size, statistics.median(times)))
-        on_size()
     return sorted(points)
 
 

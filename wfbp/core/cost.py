@@ -56,13 +56,9 @@ class LinearCost:
         """Seconds of messages of these sizes in bytes."""
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
-    def compressed(self, part: float) -> LinearCost:
-        """The cost if only this part of a message's bytes is sent."""
-        return LinearCost(self.alpha_s, self.beta_s_per_byte * part)
-
-    def scaled(self, factor: float) -> LinearCost:
-        """The cost if all took so many times as long."""
-        return LinearCost(self.alpha_s * factor, self.beta_s_per_byte * factor)
+    def scaled(self, factor: float, part: float = 1.0) -> LinearCost:
+        """The cost if all took so many times as long, and only this part of the bytes was sent."""
+        return LinearCost(self.alpha_s * factor, self.beta_s_per_byte * factor * part)
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
         """Lines (a, b) with a, b >= 0 and cost(m) >= a + b * m for m in 0..``max_bytes``."""
@@ -145,13 +141,9 @@ class PiecewiseCost:
         result: Floats = inside + self._tail_s_per_byte * beyond
         return result
 
-    def compressed(self, part: float) -> PiecewiseCost:
-        """The cost if only this part of a message's bytes is sent."""
-        return PiecewiseCost(tuple((size / part, seconds) for size, seconds in self.points))
-
-    def scaled(self, factor: float) -> PiecewiseCost:
-        """The cost if all took so many times as long."""
-        return PiecewiseCost(tuple((size, seconds * factor) for size, seconds in self.points))
+    def scaled(self, factor: float, part: float = 1.0) -> PiecewiseCost:
+        """As of :class:`LinearCost`."""
+        return PiecewiseCost(tuple((size / part, s * factor) for size, s in self.points))
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
         """As of :class:`LinearCost`."""
@@ -260,9 +252,9 @@ class Costs:
             return self
         gather = self.of(Operation.ALL_GATHER)
         return Costs(
-            self.all_reduce.compressed(part),
-            None if self.reduce_scatter is None else self.reduce_scatter.compressed(part),
-            gather.compressed(part) if gathers else gather,
+            self.all_reduce.scaled(1.0, part),
+            None if self.reduce_scatter is None else self.reduce_scatter.scaled(1.0, part),
+            gather.scaled(1.0, part) if gathers else gather,
             self.kappa,
         )
 

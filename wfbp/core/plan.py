@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from wfbp.core.checks import unique
+from wfbp.core.checks import check_format, unique
 from wfbp.core.types import Operation, Phase, TensorSpec
 
 T = TypeVar("T")
@@ -29,16 +29,19 @@ class Group:
     Args:
         tensors: indices into ``Plan.tensors``, in the order of the fusion buffer.
         operation: the collective that carries the group.
-        phase: backward for all-reduce and reduce-scatter, forward for all-gather.
     """
 
     tensors: tuple[int, ...]
     operation: Operation = Operation.ALL_REDUCE
-    phase: Phase = Phase.BACKWARD
 
     def __post_init__(self) -> None:
         if not self.tensors:
             raise ValueError("a group needs at least one tensor")
+
+    @property
+    def phase(self) -> Phase:
+        """Forward for all-gather, backward for all-reduce and reduce-scatter."""
+        return Phase.FORWARD if self.operation is Operation.ALL_GATHER else Phase.BACKWARD
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Plan:
             closes, which is cheaper if communication takes CPU time from backward.
 
     Raises:
-        ValueError: a tensor is missing or named twice, a group mixes element types, an operation is
-            in the wrong phase, or a group of backward follows one of forward.
+        ValueError: a tensor is missing or named twice, a group mixes element types, or a group of
+            backward follows one of forward.
 
     Example:
         >>> w, b = TensorSpec("w", (3, 5), "float32"), TensorSpec("b", (5,), "float32")
@@ -77,10 +80,6 @@ class Plan:
             kinds = {self.tensors[k].real_dtype for k in group.tensors}
             if len(kinds) > 1:
                 raise ValueError(f"group {index} mixes element types {sorted(kinds)}")
-            if (group.operation is Operation.ALL_GATHER) is not (group.phase is Phase.FORWARD):
-                raise ValueError(
-                    f"group {index}: {group.operation.value} cannot be sent in {group.phase.value}"
-                )
             if group.phase is Phase.BACKWARD and index >= self.num_backward:
                 raise ValueError(f"group {index} of backward stands behind one of forward")
 
@@ -97,7 +96,7 @@ class Plan:
         if len(members[Phase.BACKWARD]) != num_tensors:
             raise ValueError("the groups do not cover exactly the tensors of the plan")
         reduced = [g for g in self.groups if g.operation is Operation.REDUCE_SCATTER]
-        scattered = {k for g in reduced if g.phase is Phase.BACKWARD for k in g.tensors}
+        scattered = {k for g in reduced for k in g.tensors}
         if set(members[Phase.FORWARD]) != scattered:
             raise ValueError("exactly the reduce-scattered tensors have to be all-gathered")
 
@@ -169,16 +168,14 @@ class Plan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
         """The plan that :meth:`to_json` wrote; ``ValueError`` if it is invalid."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"not a plan: expected format {FORMAT!r}")
+        check_format("a plan", data, FORMAT)
         try:
             tensors = tuple(
                 TensorSpec(_is(str, t["name"]), _whole(t["shape"]), _is(str, t["dtype"]))
                 for t in data["tensors"]
             )
             groups = tuple(
-                Group(_whole(g["tensors"]), Operation(g["operation"]), Phase(g["phase"]))
-                for g in data["groups"]
+                Group(_whole(g["tensors"]), Operation(g["operation"])) for g in data["groups"]
             )
             return cls(_is(str, data["schedule"]), tensors, groups, _is(bool, data["overlap"]))
         except (KeyError, TypeError) as error:
@@ -221,7 +218,6 @@ def split_by_dtype(
     tensors: Sequence[TensorSpec],
     runs: Iterable[Sequence[int]],
     operation: Operation = Operation.ALL_REDUCE,
-    phase: Phase = Phase.BACKWARD,
 ) -> tuple[Group, ...]:
     """Groups from runs of tensors: one per element type in each run, order kept."""
     groups: list[Group] = []
@@ -229,5 +225,5 @@ def split_by_dtype(
         by_dtype: dict[str, list[int]] = {}
         for k in run:
             by_dtype.setdefault(tensors[k].real_dtype, []).append(k)
-        groups.extend(Group(tuple(k), operation, phase) for k in by_dtype.values())
+        groups.extend(Group(tuple(k), operation) for k in by_dtype.values())
     return tuple(groups)

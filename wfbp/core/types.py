@@ -47,10 +47,6 @@ class Op(enum.Enum):
             raise ValueError(f"op is {self}; {dtype} is combined by {Op.AVERAGE} or {Op.SUM}")
 
 
-ELEMENTWISE_OPS = (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT)
-"""The operations that backends compute."""
-
-
 class Phase(enum.Enum):
     """The half of the iteration that sends a group."""
 

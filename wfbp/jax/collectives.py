@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from wfbp.core.types import ELEMENTWISE_OPS, Op, item_bytes, real_dtype
+from wfbp.core.types import Op, item_bytes, real_dtype
 from wfbp.jax.native import wait_for_programs
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api
@@ -286,8 +286,8 @@ def _alone(runtime: Runtime) -> bool:
 
 def _check_op(array: jax.Array, op: Op) -> None:
     item_bytes(real_dtype(array.dtype.name))
-    if op not in ELEMENTWISE_OPS:
-        raise ValueError(f"op is {op!r}; expected one of {', '.join(map(str, ELEMENTWISE_OPS))}")
+    if not isinstance(op, Op):
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(map(str, Op))}")
     op.check_dtype(array.dtype.name)
 
 

@@ -6,6 +6,7 @@ import fcntl
 import re
 import socket
 import struct
+import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -122,31 +123,19 @@ def allocation(environment: Mapping[str, str]) -> Allocation | None:
     return None
 
 
-def expand_nodes(text: str) -> list[str]:
-    """The names in a Slurm node list.
-
-    >>> expand_nodes("n[01-02,05],login")
-    ['n01', 'n02', 'n05', 'login']
-    """
-    names = []
-    for part in filter(None, re.split(r",(?![^\[]*\])", text)):
-        found = [""]
-        for piece in re.split(r"(\[[^\[\]]*\])", part):
-            ends = [piece]
-            if piece.startswith("["):
-                ends = [n for span in piece[1:-1].split(",") for n in _expand_span(span, text)]
-            elif "[" in piece or "]" in piece:
-                raise ValueError(f"{text!r} is not a Slurm node list")
-            found = [name + end for name in found for end in ends]
-        names += found
-    return names
-
-
-def _expand_span(span: str, whole: str) -> list[str]:
-    first, dash, last = span.partition("-")
-    if not first.isdecimal() or (dash and not last.isdecimal()):
-        raise ValueError(f"{span!r} in {whole!r} is not a range of node numbers")
-    return [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+def _expand_nodes(text: str) -> list[str]:
+    """The names in a Slurm node list such as ``n[01-02,05],login``, which Slurm itself expands."""
+    if "[" not in text:
+        return text.split(",")
+    words = ["scontrol", "show", "hostnames", text]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30.0)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"Slurm's scontrol does not expand the node list {text!r} ({error}); name the hosts by "
+            "-H or --hostfile"
+        ) from None
+    return done.stdout.split()
 
 
 def expand_counts(text: str) -> list[int]:
@@ -161,7 +150,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _slurm(nodes: str, environment: Mapping[str, str]) -> tuple[Host, ...]:
-    names = expand_nodes(nodes)
+    names = _expand_nodes(nodes)
     # Without a number of tasks Slurm grants processors, and starts one task for each by default.
     text = environment.get("SLURM_TASKS_PER_NODE") or environment.get("SLURM_JOB_CPUS_PER_NODE")
     counts = expand_counts(text) if text else [1] * len(names)

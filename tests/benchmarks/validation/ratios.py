@@ -13,7 +13,7 @@ from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
 from wfbp.core.planners import plan
-from wfbp.core.planners.dear import dear
+from wfbp.core.planners.baselines import dear
 from wfbp.core.timeline import IterationForecast, iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, TensorSpec

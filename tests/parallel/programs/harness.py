@@ -26,7 +26,7 @@ from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Group, Plan
 from wfbp.core.trace import Trace
-from wfbp.core.types import Operation, Phase
+from wfbp.core.types import Operation
 from wfbp.runtime import process
 from wfbp.runtime.tuning import tuner
 from wfbp.runtime.tuning.candidates import fixed_candidates
@@ -76,7 +76,7 @@ def mixed(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> list[P
         Group((k,), Operation.REDUCE_SCATTER if k % 2 else Operation.ALL_REDUCE)
         for k in range(last, -1, -1)
     )
-    forward = (Group((k,), Operation.ALL_GATHER, Phase.FORWARD) for k in range(1, last + 1, 2))
+    forward = (Group((k,), Operation.ALL_GATHER) for k in range(1, last + 1, 2))
     return [Plan(name, trace.specs, (*backward, *forward))]
 
 

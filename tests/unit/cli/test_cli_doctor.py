@@ -146,6 +146,17 @@ def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "3 ranks of 4 threads on 2 cores" in threads
 
 
+def test_an_allocation_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(doctor, "CGROUP_CPU", Path("none"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("PATH", "")
+    (told,) = problems(doctor._batch_system)
+    assert "scontrol" in told
+    assert not problems(doctor._cores)
+
+
 def test_cores_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (3.0, 0.0, 0.0))
     for cores, num_notes in ((4, 1), (8, 0)):

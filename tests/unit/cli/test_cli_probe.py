@@ -70,14 +70,6 @@ def test_every_rank_gets_the_same_curves(size: int) -> None:
     assert [size for size, _ in found[0][Operation.ALL_REDUCE].points] == probe_sizes(1000)
 
 
-def test_progress_is_told_once_per_size() -> None:
-    told: list[int] = []
-    measure_cost(
-        LocalWorld(1).backend(0), 4096, budget_s=0.0, on_size=lambda: told.append(len(told))
-    )
-    assert len(told) == len(probe_sizes(4096))
-
-
 def test_one_rank_is_too_few(tmp_path: Path) -> None:
     told = wfbp("probe", "--output", tmp_path / "cost.json")
     assert_refused(told, "mpirun -np N wfbp probe")

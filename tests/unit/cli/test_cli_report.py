@@ -159,7 +159,7 @@ def test_what_is_not_known_yet_says_so(tmp_path: Path) -> None:
     unknown = dict.fromkeys(("exposed_s", "kappa", "ratio_to_lower_bound"))
     report = document(0, 2)["report"] | unknown | {"phase": "trial"}
     result = chapter(only_run(record(tmp_path, report=report)))
-    assert "the plan that stays" in result.notes[0]
+    assert "ended in its trial" in result.notes[0]
     assert result.verdict.startswith("Still choosing (trial)")
     facts = dict(result.facts)
     assert facts["phase"] == "trial"
@@ -185,7 +185,7 @@ def test_where_and_when_it_ran(tmp_path: Path) -> None:
 def test_interference_at_its_cap(tmp_path: Path) -> None:
     report = document(0, 2)["report"] | {"kappa": MAX_KAPPA}
     result = chapter(only_run(record(tmp_path, report=report)))
-    assert dict(result.facts)["interference (kappa)"] == "9.00 (its cap)"
+    assert dict(result.facts)["interference (kappa)"] == "9.00"
     assert "at its cap" in result.notes[0]
 
 

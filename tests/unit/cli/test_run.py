@@ -21,7 +21,6 @@ from wfbp.launcher.hosts import (
     Allocation,
     Host,
     allocation,
-    expand_nodes,
     parse_hosts,
     read_hostfile,
 )
@@ -78,32 +77,27 @@ class TestHosts:
 
 
 class TestAllocations:
-    def test_slurm(self) -> None:
+    def test_slurm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Slurm's own program expands a list with brackets; plain names need no program."""
+        scontrol = tmp_path / "scontrol"
+        scontrol.write_text('#!/bin/sh\n[ "$3" = "n[1-2],gpu3" ] && echo "n1\nn2\ngpu3"\n')
+        scontrol.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         granted = {"SLURM_JOB_NODELIST": "n[1-2],gpu3", "SLURM_TASKS_PER_NODE": "4(x2),3"}
         hosts = (Host("n1", 4), Host("n2", 4), Host("gpu3", 3))
         assert allocation(granted) == Allocation("Slurm", hosts)
-
-    @pytest.mark.parametrize(
-        ("text", "names"),
-        [
-            ("a", ["a"]),
-            ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-            ("r[1-2]n[3,5],x", ["r1n3", "r1n5", "r2n3", "r2n5", "x"]),
-        ],
-    )
-    def test_node_lists(self, text: str, names: list[str]) -> None:
-        assert expand_nodes(text) == names
-
-    @given(strategies.lists(strategies.integers(0, 999), min_size=1, unique=True))
-    def test_any_node_list_comes_back(self, numbers: list[int]) -> None:
-        text = f"n[{','.join(str(n) for n in numbers)}]"
-        assert expand_nodes(text) == [f"n{n}" for n in numbers]
+        with pytest.raises(ValueError, match=r"'n\[1-x\]' \(.* by -H or --hostfile"):
+            allocation({"SLURM_JOB_NODELIST": "n[1-x]"})
+        monkeypatch.setenv("PATH", "")
+        assert allocation({"SLURM_JOB_NODELIST": "n1,n2"}) == Allocation(
+            "Slurm", (Host("n1"), Host("n2"))
+        )
+        with pytest.raises(ValueError, match=r"scontrol.* by -H or --hostfile"):
+            allocation(granted)
 
     @pytest.mark.parametrize(
         "granted",
         [
-            {"SLURM_JOB_NODELIST": "n[1-2"},
-            {"SLURM_JOB_NODELIST": "n[1-x]"},
             {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2,2"},
             {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "two"},
         ],

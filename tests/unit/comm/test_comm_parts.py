@@ -16,7 +16,7 @@ from tests.contract.checks import HALVES, INTEGERS, contribution, expected
 from tests.support.host_ranks import group, plain_channel
 from wfbp.comm.arrays import blocks, combine, split, typed
 from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task, Watch, chunks
-from wfbp.core.types import ELEMENTWISE_OPS, ITEM_BYTES, Op
+from wfbp.core.types import ITEM_BYTES, Op
 from wfbp.errors import BackendError
 
 
@@ -41,7 +41,7 @@ def test_chunks_fit(numel: int, item_bytes: int, chunk_bytes: int) -> None:
 
 @given(
     st.sampled_from(sorted(ITEM_BYTES)),
-    st.sampled_from(ELEMENTWISE_OPS),
+    st.sampled_from(Op),
     st.integers(1, 5),
     st.integers(0, 40),
     st.integers(0, 4),

@@ -23,7 +23,7 @@ from wfbp.comm.device.links import connect, why_no_nccl
 from wfbp.comm.device.nccl import OPS, NcclBackend
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.waiting import wait
-from wfbp.core.types import ELEMENTWISE_OPS, ITEM_BYTES, Op
+from wfbp.core.types import ITEM_BYTES, Op
 from wfbp.errors import BackendError, StallError
 
 KINDS = ("nccl", "staged")
@@ -32,7 +32,7 @@ OF_HOSTS = (
     *(
         f"{dtype}-{op.value}"
         for dtype in ITEM_BYTES
-        for op in ELEMENTWISE_OPS
+        for op in Op
         if dtype not in FLOATS + HALVES or op not in OPS
     ),
     "bad_buffers",

@@ -8,7 +8,7 @@ import pytest
 
 from wfbp.core.plan import Group, Plan
 from wfbp.core.sequencer import Sequencer
-from wfbp.core.types import Operation, Phase, TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 
 SPECS = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
 SCATTER, GATHER = Operation.REDUCE_SCATTER, Operation.ALL_GATHER
@@ -18,8 +18,8 @@ PLAN = Plan(
     (
         Group((2,)),
         Group((1, 0), SCATTER),
-        Group((0,), GATHER, Phase.FORWARD),
-        Group((1,), GATHER, Phase.FORWARD),
+        Group((0,), GATHER),
+        Group((1,), GATHER),
     ),
 )
 

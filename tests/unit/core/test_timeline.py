@@ -15,7 +15,7 @@ from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.planners.partition import plan_of_runs
 from wfbp.core.timeline import iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import Operation, Phase, TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 
 
 def small_trace() -> Trace:
@@ -148,7 +148,7 @@ def test_shapes_of_equal_size_are_the_same_tensors() -> None:
 
 def decoupled(trace: Trace, gathers: tuple[tuple[int, ...], ...]) -> Plan:
     scatter = Group((2, 1, 0), Operation.REDUCE_SCATTER)
-    groups = (Group(members, Operation.ALL_GATHER, Phase.FORWARD) for members in gathers)
+    groups = (Group(members, Operation.ALL_GATHER) for members in gathers)
     return Plan("hand", trace.specs, (scatter, *groups))
 
 

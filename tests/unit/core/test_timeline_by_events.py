@@ -33,7 +33,7 @@ def random_plan(rng: random.Random, trace: Trace) -> Plan:
     ]
     gathered = [k for g in groups if g.operation is Operation.REDUCE_SCATTER for k in g.tensors]
     rng.shuffle(gathered)
-    gathers = (Group(m, Operation.ALL_GATHER, Phase.FORWARD) for m in cut(rng, gathered))
+    gathers = (Group(m, Operation.ALL_GATHER) for m in cut(rng, gathered))
     return Plan("any", trace.specs, (*groups, *gathers), overlap=rng.random() < 0.8)
 
 

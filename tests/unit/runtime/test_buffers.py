@@ -14,7 +14,7 @@ from tests.support.local import LocalWorld
 from wfbp.comm.arrays import Buffer, storage_dtype
 from wfbp.comm.memory import Memory
 from wfbp.core.plan import ALIGNMENT_BYTES, Group, Plan
-from wfbp.core.types import Op, Operation, Phase, TensorSpec
+from wfbp.core.types import Op, Operation, TensorSpec
 from wfbp.runtime.buffers import NUM_STEP_FLAGS, STEP_CYCLE, GroupBuffer, shard_range
 from wfbp.runtime.step import Gather, Step
 
@@ -29,7 +29,7 @@ def plan_of(sizes: list[int], dtype: str, cut: int = 0, sharded: bool = False) -
     if not sharded:
         return Plan("test", specs, tuple(Group(g) for g in groups))
     scatters = [Group(g, Operation.REDUCE_SCATTER) for g in groups]
-    gathers = [Group(g, Operation.ALL_GATHER, Phase.FORWARD) for g in groups]
+    gathers = [Group(g, Operation.ALL_GATHER) for g in groups]
     return Plan("test", specs, (*scatters, *gathers))
 
 

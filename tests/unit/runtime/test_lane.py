@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from wfbp.core.plan import Group, Plan
-from wfbp.core.types import Operation, Phase, TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime import lane as lane_module
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.lane import Lane
@@ -19,7 +19,7 @@ GATHERED = Plan(
     SPECS,
     (
         *(Group((k,), Operation.REDUCE_SCATTER) for k in (1, 0)),
-        *(Group((k,), Operation.ALL_GATHER, Phase.FORWARD) for k in (0, 1)),
+        *(Group((k,), Operation.ALL_GATHER) for k in (0, 1)),
     ),
 )
 

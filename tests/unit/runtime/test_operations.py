@@ -17,7 +17,7 @@ from tests.support.local import LocalWorld
 from tests.support.ranks import all_well, run_ranks
 from wfbp import collectives
 from wfbp.config import Config
-from wfbp.core.types import ELEMENTWISE_OPS
+from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError
 from wfbp.runtime.api import parameters
 from wfbp.runtime.consistency import (
@@ -161,7 +161,7 @@ def test_what_cannot_be_filled() -> None:
 @pytest.mark.usefixtures("alone")
 def test_alone_everything_is_its_own_answer() -> None:
     array = np.array([[1.5, 2.5]], np.float32)
-    for op in ELEMENTWISE_OPS:
+    for op in Op:
         found = wfbp.allreduce(array, op=op)
         assert np.array_equal(found, array)
         assert found is not array

@@ -14,7 +14,7 @@ from tests.support.local import LocalWorld
 from wfbp.comm.memory import Memory
 from wfbp.config import Config
 from wfbp.core.plan import Group, Plan
-from wfbp.core.types import Operation, Phase, TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.reducer import Reducer
@@ -30,7 +30,7 @@ GATHERED = Plan(
     (
         Group((2,)),
         *(Group((k,), Operation.REDUCE_SCATTER) for k in (1, 0)),
-        *(Group((k,), Operation.ALL_GATHER, Phase.FORWARD) for k in (0, 1)),
+        *(Group((k,), Operation.ALL_GATHER) for k in (0, 1)),
     ),
 )
 

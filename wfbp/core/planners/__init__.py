@@ -16,6 +16,7 @@ from wfbp.core.checks import one_of
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.baselines import (
+    dear,
     ipart,
     mgwfbp,
     parameter_server,
@@ -24,7 +25,6 @@ from wfbp.core.planners.baselines import (
     single,
     threshold,
 )
-from wfbp.core.planners.dear import dear
 from wfbp.core.planners.exact import independent, oasr
 from wfbp.core.planners.hybrid import hybrid
 from wfbp.core.trace import Trace

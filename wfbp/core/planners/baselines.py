@@ -8,7 +8,15 @@ from itertools import accumulate
 
 from wfbp.core.cost import CostModel, Costs
 from wfbp.core.plan import Plan
-from wfbp.core.planners.partition import Row, Rows, all_by, measure, plan_of_phases, plan_of_runs
+from wfbp.core.planners.partition import (
+    Row,
+    Rows,
+    all_by,
+    measure,
+    plan_of_halves,
+    plan_of_phases,
+    plan_of_runs,
+)
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
@@ -74,17 +82,22 @@ def mgwfbp(trace: Trace, costs: Costs) -> Plan:
 
 def parameter_server(trace: Trace, costs: Costs) -> Plan:
     """Push the whole model after backward, pull it before forward: iPart's baseline, no overlap."""
-    num_tensors = len(trace.tensors)
-    modes = all_by(Operation.REDUCE_SCATTER, num_tensors)
-    return plan_of_phases("ps", trace, modes, [num_tensors], [num_tensors])
+    return plan_of_halves("ps", trace, [len(trace.tensors)])
 
 
 def parameter_server_layerwise(trace: Trace, costs: Costs) -> Plan:
     """Push and pull every tensor alone, during the compute of the others: iPart's baseline."""
-    num_tensors = len(trace.tensors)
-    modes = all_by(Operation.REDUCE_SCATTER, num_tensors)
-    ends = range(1, num_tensors + 1)
-    return plan_of_phases("ps_layerwise", trace, modes, ends, ends)
+    return plan_of_halves("ps_layerwise", trace, range(1, len(trace.tensors) + 1))
+
+
+def dear(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTES) -> Plan:
+    """One byte threshold for both phases: what is scattered together is gathered together.
+
+    Published DeAR (Zhang et al., ICDCS 2023, section IV) issues an all-gather after the previous
+    one, when forward reaches its layers. Here all are queued when forward starts, which is never
+    later.
+    """
+    return plan_of_halves("dear", trace, ends_by_size(trace.backward_bytes, threshold_bytes))
 
 
 def ipart(trace: Trace, costs: Costs) -> Plan:
@@ -95,9 +108,9 @@ def ipart(trace: Trace, costs: Costs) -> Plan:
     the size of the exposed partition between the phases: each phase tries 1, 2, 4, ... tensors.
     """
     rows = Rows(trace, costs)
-    modes = all_by(Operation.REDUCE_SCATTER, rows.num_tensors)
+    modes = all_by(Operation.REDUCE_SCATTER, len(trace.tensors))
     push = rows.backward(modes)
-    pull = rows.forward(range(rows.num_tensors))
+    pull = rows.forward(range(len(trace.tensors)))
     push_ends = _best_ends(push, [t.backward_s for t in trace.tensors], costs.kappa)
     pull_ends = _best_ends(pull, [t.forward_s for t in trace.tensors], costs.kappa)
     return plan_of_phases("ipart", trace, modes, push_ends, pull_ends)

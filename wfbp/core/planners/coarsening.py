@@ -55,5 +55,5 @@ def expanded(plan: Plan, trace: Trace, boundaries: Sequence[int]) -> Plan:
     for group in plan.groups:
         order = 1 if group.phase is Phase.BACKWARD else -1
         run = [k for block in group.tensors for k in blocks[block][::order]]
-        groups += split_by_dtype(trace.specs, [run], group.operation, group.phase)
+        groups += split_by_dtype(trace.specs, [run], group.operation)
     return Plan(plan.schedule, trace.specs, tuple(groups), plan.overlap)

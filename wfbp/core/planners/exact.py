@@ -7,7 +7,7 @@ from functools import lru_cache
 from wfbp.core.checks import number
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
-from wfbp.core.planners.optimum import TOLERANCE, optimum, solver_of, within
+from wfbp.core.planners.optimum import TOLERANCE, fewest_within
 from wfbp.core.planners.partition import Rows, all_by, plan_of_phases, plan_of_runs
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
@@ -24,12 +24,9 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     "OASR-WFBP", JPDC 2025.
     """
     number("tolerance", tolerance)
-    modes = all_by(Operation.ALL_REDUCE, len(trace.tensors))
-    solver = solver_of(Rows(trace, costs).backward(modes), costs.kappa)
-    lag = costs.kappa / (1.0 + costs.kappa)
+    row = Rows(trace, costs).backward(all_by(Operation.ALL_REDUCE, len(trace.tensors)))
     fixed_s = trace.forward_s + trace.other_s
-    best = optimum(solver, lag, fixed_s)
-    return plan_of_runs("oasr", trace, within(solver, lag, fixed_s, best, tolerance).ends)
+    return plan_of_runs("oasr", trace, fewest_within(row, costs.kappa, fixed_s, tolerance).ends)
 
 
 @lru_cache(maxsize=4)  # hybrid asks again what a comparison of all planners has asked before
@@ -41,14 +38,11 @@ def independent(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> 
     et al., ICDCS 2023); the separate exact partitions are ours (docs/explanation/planning.md).
     """
     number("tolerance", tolerance)
-    lag = costs.kappa / (1.0 + costs.kappa)
     modes = all_by(Operation.REDUCE_SCATTER, len(trace.tensors))
     rows = Rows(trace, costs)
     fixed_s = trace.forward_s + trace.backward_s + trace.other_s
-    ends = []
-    for row in (rows.backward(modes), rows.forward(range(rows.num_tensors))):
-        solver = solver_of(row, costs.kappa)
-        beside_s = fixed_s - row.floor_s
-        best = optimum(solver, lag, beside_s)
-        ends.append(within(solver, lag, beside_s, best, tolerance / 2).ends)
+    ends = [
+        fewest_within(row, costs.kappa, fixed_s - row.floor_s, tolerance / 2).ends
+        for row in (rows.backward(modes), rows.forward(range(len(trace.tensors))))
+    ]
     return plan_of_phases("independent", trace, modes, *ends)

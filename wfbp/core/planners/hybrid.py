@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +66,8 @@ class PartitionOptimizer:
 
     def best_partitions(self, modes: Modes, precision: float = PRECISION) -> PhasePartitions:
         """The shortest iteration with these modes, to a relative precision."""
-        modes = _joined(modes)
+        # Neighbours of one operation become one segment, whose runs may be longer.
+        modes = tuple([*same][-1] for _, same in groupby(modes, key=lambda mode: mode[1]))
         backward_row, forward_row = self._phases(modes)
         backward = self._optimum(backward_row, precision)
         forward = self._optimum(forward_row, precision) if forward_row else None
@@ -105,25 +107,6 @@ class PartitionOptimizer:
         forward_s = finish_s(forward, self._lag) if forward else self._forward_s
         seconds = finish_s(backward, self._lag) + forward_s + self._other_s
         return PhasePartitions(modes, backward, forward, seconds)
-
-
-def _plan_of(trace: Trace, found: PhasePartitions) -> Plan:
-    forward_ends = found.forward.ends if found.forward else ()
-    return plan_of_phases("hybrid", trace, found.modes, found.backward.ends, forward_ends)
-
-
-def _joined(modes: Modes) -> Modes:
-    """Modes without empty segments; neighbours of one operation become one segment."""
-    joined: list[tuple[int, Operation]] = []
-    start = 0
-    for end, operation in modes:
-        if end == start:
-            continue
-        if joined and joined[-1][1] is operation:
-            joined.pop()
-        joined.append((end, operation))
-        start = end
-    return tuple(joined)
 
 
 Floats = npt.NDArray[np.float64]
@@ -220,7 +203,9 @@ def hybrid(
     latest_s = min([best_s * (1.0 + tolerance), *rivals_s])
     in_time = [found for found in candidates if found.seconds <= latest_s]
     candidates += [partition_optimizer.with_fewer_groups(found, latest_s) for found in in_time]
-    plans += [_plan_of(trace, found) for found in candidates]
+    for found in candidates:
+        ends = found.backward.ends, found.forward.ends if found.forward else ()
+        plans.append(plan_of_phases("hybrid", trace, found.modes, *ends))
     # The fewest groups that end in time, or the shortest iteration of all.
     times = [iteration_s(plan, trace, costs) for plan in plans]
     latest_s = max(latest_s, min(times)) * (1.0 + 4 * ROUNDING)

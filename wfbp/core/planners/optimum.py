@@ -91,10 +91,11 @@ def fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Part
     return best if partition is None else partition
 
 
-def within(
-    solver: Solver, lag: float, fixed_s: float, best: Partition, tolerance: float
-) -> Partition:
-    """The fewest runs within ``tolerance`` of the iteration with ``best``; of those the fastest."""
+def fewest_within(row: Row, kappa: float, fixed_s: float, tolerance: float) -> Partition:
+    """The fewest runs within ``tolerance`` of the shortest iteration; of those the fastest."""
+    solver = solver_of(row, kappa)
+    lag = kappa / (1.0 + kappa)
+    best = optimum(solver, lag, fixed_s)
     optimum_s = fixed_s + finish_s(best, lag)
     latest_s = optimum_s * (1.0 + tolerance + ROUNDING) - fixed_s
     chosen = fewest(solver, lag, latest_s, best)

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from wfbp.core.cost import CostModel, Costs
 from wfbp.core.plan import Group, Plan, split_by_dtype
 from wfbp.core.trace import Trace
-from wfbp.core.types import Operation, Phase
+from wfbp.core.types import Operation
 
 Ends = tuple[int, ...]
 
@@ -105,10 +105,6 @@ class Rows:
             self._left_s[-1],
         )
 
-    @property
-    def num_tensors(self) -> int:
-        return len(self._sizes)
-
 
 def all_by(operation: Operation, num_tensors: int) -> Modes:
     return ((num_tensors, operation),)
@@ -129,6 +125,12 @@ def plan_of_runs(schedule: str, trace: Trace, ends: Sequence[int]) -> Plan:
     """The plan that all-reduces runs of backward with these ends, counted from 1."""
     modes = all_by(Operation.ALL_REDUCE, len(trace.tensors))
     return plan_of_phases(schedule, trace, modes, ends, ())
+
+
+def plan_of_halves(schedule: str, trace: Trace, ends: Sequence[int]) -> Plan:
+    """The plan that reduce-scatters runs with these ends in backward and gathers the same runs."""
+    modes = all_by(Operation.REDUCE_SCATTER, len(trace.tensors))
+    return plan_of_phases(schedule, trace, modes, ends, ends)
 
 
 def plan_of_phases(
@@ -153,7 +155,7 @@ def plan_of_phases(
         groups += split_by_dtype(specs, [run], operation)
     gathered = [len(specs) - 1 - k for k in scattered(modes)]
     gathers = [run[::-1] for run in _cut(gathered, forward_ends)][::-1]
-    groups += split_by_dtype(specs, gathers, Operation.ALL_GATHER, Phase.FORWARD)
+    groups += split_by_dtype(specs, gathers, Operation.ALL_GATHER)
     return Plan(schedule, specs, tuple(groups))
 
 

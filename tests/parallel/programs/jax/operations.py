@@ -15,7 +15,7 @@ import numpy as np
 import wfbp.jax
 from tests.parallel.programs.harness import MODES, Checks, raises
 from tests.parallel.programs.torch.collective_values import combined, values
-from wfbp.core.types import ELEMENTWISE_OPS, Op
+from wfbp.core.types import Op
 from wfbp.errors import DisagreementError
 from wfbp.jax import collectives, trees
 from wfbp.runtime import process
@@ -155,7 +155,7 @@ def vmap_maps_over_rows_of_any_axis() -> None:
 def every_operation_and_element_type() -> None:
     for dtype in DTYPES:
         array = jnp.array(values(wfbp.rank()), dtype)
-        for op in ELEMENTWISE_OPS:
+        for op in Op:
             wanted = combined(op, wfbp.size(), not jnp.issubdtype(dtype, jnp.floating))
             ways = [collectives.allreduce]
             if dtype == "bfloat16" or op is Op.AVERAGE:

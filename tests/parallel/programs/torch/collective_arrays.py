@@ -15,7 +15,7 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.collective_values import NUMPY_DTYPES, combined, values
 from tests.parallel.programs.torch.training import mlp
-from wfbp.core.types import ELEMENTWISE_OPS, Op
+from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, PeerError
 
 check = Checks()
@@ -25,7 +25,7 @@ check = Checks()
 def allreduce_of_arrays() -> None:
     for name in NUMPY_DTYPES:
         dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-        for op in ELEMENTWISE_OPS:
+        for op in Op:
             array = np.array(values(wfbp.rank())).astype(dtype)
             found = wfbp.allreduce(array, op=op)
             integer = np.issubdtype(dtype, np.integer)

@@ -13,7 +13,7 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.collective_values import TORCH_DTYPES, combined, values
 from tests.parallel.programs.torch.training import adamw, data, mlp, same
-from wfbp.core.types import ELEMENTWISE_OPS
+from wfbp.core.types import Op
 
 check = Checks()
 
@@ -21,7 +21,7 @@ check = Checks()
 @check
 def allreduce_of_tensors() -> None:
     for dtype in TORCH_DTYPES:
-        for op in ELEMENTWISE_OPS:
+        for op in Op:
             tensor = torch.tensor(values(wfbp.rank()), dtype=dtype)
             before = tensor.clone()
             found = wfbp.torch.allreduce(tensor, op=op)
