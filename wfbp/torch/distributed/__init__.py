@@ -17,6 +17,7 @@ Example:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -34,16 +35,25 @@ def register() -> None:
         dist.Backend.register_backend("wfbp", groups.create, extended_api=True, devices=["cpu"])
     if not rendezvous.register():
         return
-    of_torch = distributed_c10d.monitored_barrier  # which is for Gloo alone
+    # PyTorch offers these two for a fixed list of backends.
+    _extend("monitored_barrier", "group", ProcessGroup.monitored_barrier)
+    _extend("split_group", "parent_pg", ProcessGroup.split)
+
+
+def _extend(name: str, key: str, own: Callable[..., Any]) -> None:
+    """Let a function of PyTorch, whose first argument is ``key``, serve this backend, too."""
+    of_torch = getattr(distributed_c10d, name)
 
     @functools.wraps(of_torch)
-    def monitored_barrier(group: Any = None, *args: Any, **options: Any) -> Any:
+    def function(group: Any = None, *args: Any, **options: Any) -> Any:
+        group = options.pop(key, group)
         called = group or distributed_c10d.GroupMember.WORLD
         if isinstance(called, ProcessGroup):
-            return called.monitored_barrier(*args, **options)
+            return own(called, *args, **options)
         return of_torch(group, *args, **options)
 
-    distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+    setattr(distributed_c10d, name, function)
+    setattr(dist, name, function)
 
 
 register()

@@ -86,6 +86,30 @@ class ProcessGroup(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         pass  # operations are numbered anyway
 
+    def split(
+        self,
+        split_ranks: Sequence[Sequence[int]] | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_desc: str | None = None,
+        backend: Any = None,
+    ) -> dist.ProcessGroup | None:
+        """The group of the ranks that contain this one, by their numbers in this group."""
+        if not split_ranks or any(
+            len({*ranks}) != len(ranks) or not ranks for ranks in split_ranks
+        ):
+            raise ValueError(f"split_ranks is {split_ranks}; expected lists of different ranks")
+        mine = next((ranks for ranks in split_ranks if self.rank() in ranks), None)
+        if mine is None:
+            return None
+        made: dist.ProcessGroup = dist.new_group(
+            [dist.get_global_rank(self, rank) for rank in sorted(mine)],
+            timeout=timeout or self._timeout,
+            group_desc=group_desc,
+            use_local_synchronization=True,
+        )
+        return made
+
     def shutdown(self) -> None:
         if self._runtime.thread.error is None:
             self._runtime.thread.call(self._close, "destroying a process group", self)

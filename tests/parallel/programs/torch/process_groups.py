@@ -404,8 +404,8 @@ def groups_in_any_order(rank: int, size: int) -> None:
         assert tensor.item() == size - 1
         dist.destroy_process_group(whole)
     halves = [ranks[: size // 2], ranks[size // 2 :]]
+    half = dist.split_group(split_ranks=halves)
     mine = next(each for each in halves if rank in each)
-    half = dist.new_group(mine, use_local_synchronization=True)
     assert dist.get_process_group_ranks(half) == mine
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=half)
