@@ -30,7 +30,7 @@ class Config:
         check_launcher: whether to fail if a launcher promised more ranks than MPI found.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication delayed.
-        trial_steps: steps measured per candidate plan in two rounds of ``auto``; the whole trial
+        trial_steps: steps measured per candidate plan in two rounds of a trial; the whole trial
             takes at most 30 times as many.
         replan_threshold: after a lasting relative change of the iteration time by this much, ranks
             measure and plan again; 0: never.

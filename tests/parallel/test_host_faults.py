@@ -73,4 +73,4 @@ def test_a_forked_process_cannot_disturb_its_parent() -> None:
     found = outcome("host_faults", 2, "forked", env=ENVIRONMENT)
     assert found.run.rc == 0, found.run
     assert [told["values"] for told in found.ranks] == [[1.5], [1.5]]
-    assert "rank 1 of 2: this process was forked behind wfbp.init()" in found.ranks[1]["child"]
+    assert "rank 1 of 2: this process was forked after wfbp.init()" in found.ranks[1]["child"]

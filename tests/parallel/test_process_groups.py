@@ -85,6 +85,64 @@ def test_a_store_serves_several_runtimes(tmp_path: Path) -> None:
     assert "Rank 1 failed to pass monitoredBarrier in 500 ms" in run.stdout, run
 
 
+GROUPS = """
+import sys
+import time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import wfbp.torch.distributed
+from wfbp.errors import StallError
+
+dist.init_process_group("wfbp", timeout=timedelta(seconds=60))
+rank = dist.get_rank()
+
+
+def is_late(action):
+    try:
+        action()
+    except StallError:
+        return True
+    return False
+
+
+# A message that nobody received must not reach the next group of the same ranks.
+group = dist.new_group([0, 1])
+if rank == 1:
+    dist.destroy_process_group(group)
+dist.barrier()
+if rank == 0:
+    dist.send(torch.full((3,), 111.0), 1, group=group)
+    dist.destroy_process_group(group)
+group = dist.new_group([0, 1])
+received = torch.full((3,), 222.0)
+if rank == 0:
+    dist.send(received, 1, group=group)
+else:
+    dist.recv(received.zero_(), 0, group=group)
+assert received.tolist() == [222.0] * 3, received
+
+# Two groups of all ranks in different orders are different groups.
+turned = dist.new_group([1, 0], sort_ranks=False)
+dist.monitored_barrier()
+if rank == 0:
+    assert is_late(lambda: dist.monitored_barrier(turned, timedelta(seconds=0.5)))
+dist.barrier()
+
+# A rank that comes after the others have given up gives up too; later groups are made as usual.
+if rank == 1:
+    time.sleep(1)
+assert is_late(lambda: dist.new_group([0, 1], timeout=timedelta(seconds=0.5)))
+sys.stdout.write(f"{dist.get_world_size(dist.new_group([0, 1]))}\\n")
+"""
+
+
+def test_groups_of_the_same_ranks_are_independent() -> None:
+    run = mpirun(2, "-c", GROUPS)
+    assert run.rc == 0, run
+    assert run.stdout.split() == ["2", "2"], run
+
+
 LAUNCHED = """
 import os, sys
 SIMULATION

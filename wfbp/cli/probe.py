@@ -168,7 +168,7 @@ def _tell(curves: Curves, num_ranks: int, output: str, plot: str | None, as_json
         ("<collective", "alpha us", "beta ns/byte", "GB/s", "R2", "worst error", "largest"),
         rows,
         [
-            "the file holds the measured points; a line alone misses some by the worst error",
+            "the file holds the measured points; the fitted line is off by up to the worst error",
             f"written: {output}" + (f", {plot}" if plot else ""),
             f"what to do with it: wfbp plan resnet-50 --cost {output}",
         ],

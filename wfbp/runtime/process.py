@@ -219,7 +219,7 @@ def _leave_to_parent() -> None:
     uncaught.uninstall()
     _runtime.thread.fail_in_fork(
         WfbpError(
-            f"{_runtime.where}: this process was forked behind wfbp.init(), and is no rank; only "
+            f"{_runtime.where}: this process was forked after wfbp.init() and is not a rank; only "
             "its parent can communicate"
         )
     )

@@ -77,11 +77,11 @@ def clip(
     if limit.error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"{runtime.where}: the norm of the gradients is {norm}, so they cannot be clipped. "
-            "Leave this step out, or pass error_if_nonfinite=False"
+            "Skip this step, or pass error_if_nonfinite=False"
         )
     factor = limit.max_norm / (norm + _TINY)
     scaled = [*shards, *whole]
-    if factor < 1.0 and scaled:  # not if the norm is no number, nor for empty shards alone
+    if not factor >= 1.0 and scaled:  # also if the norm is not a number, as in PyTorch
         torch._foreach_mul_(scaled, factor)
     return norm
 

@@ -30,13 +30,13 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Floating point travels as float16: 11 digits of 2, up to 65504."""
+    """Floating point travels as float16: 11 significant bits, up to 65504."""
 
     dtype = torch.float16
 
 
 class BF16Compressor(Compressor):
-    """Floating point travels as bfloat16: 8 digits of 2, in float32's range."""
+    """Floating point travels as bfloat16: 8 significant bits, in float32's range."""
 
     dtype = torch.bfloat16
 

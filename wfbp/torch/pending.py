@@ -214,7 +214,7 @@ class PendingParameters:
         if self._failure is not None:
             raise RuntimeError(
                 f"{self._name}: an earlier update failed on this rank, so its parameters differ "
-                "from those of other ranks: end the job, and go on from a checkpoint"
+                "from those of other ranks: end the job and resume from a checkpoint"
             ) from self._failure
         with self._lock:
             while self._groups:

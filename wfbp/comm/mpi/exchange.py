@@ -319,6 +319,8 @@ class Exchange:
         self.rank, self.size = backend.rank, backend.size
         self.checks = shared is not None
         """Whether ranks compare the fingerprints of all operations."""
+        self.undelivered = 0
+        """Messages sent less those received; 0 in sum over all ranks if none is under way."""
         self._shared, self._chunk_bytes = shared, chunk_bytes
         if shared is not None:
             self._chunk_bytes = STAGED.chunk_bytes
@@ -390,15 +392,10 @@ class Exchange:
         """The largest tag of messages; the smallest is 0."""
         return ((self.channel.comm.Get_attr(self.channel.mpi.TAG_UB) or 0) - _FIRST_TAG) // 2 - 1
 
-    @property
-    def all_received(self) -> bool:
-        """Whether no message waits for a rank that receives it."""
-        mpi = self.channel.mpi
-        return not self.channel.comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG)
-
     def send(self, header: bytes, data: Buffer, peer: int, tag: int) -> list[MPI.Request]:
         """Send a message; its memory must outlive the requests."""
         channel, first = self.channel, _FIRST_TAG + 2 * tag
+        self.undelivered += 1
         return [
             channel.comm.Isend([part, channel.mpi.BYTE], peer, first + number)
             for number, part in enumerate((header, data))
@@ -412,6 +409,7 @@ class Exchange:
         arrived = self.channel.comm.Improbe(wanted, _FIRST_TAG + 2 * tag, status)
         if arrived is None:
             return None
+        self.undelivered -= 1
         header = bytearray(status.Get_count(mpi.BYTE))
         arrived.Recv([header, mpi.BYTE])
         return status.Get_source(), bytes(header)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -25,9 +26,6 @@ _NUM_TAGS = 1 << 15
 _LOOK_S = 1e-3
 
 _groups: Groups | None = None
-_world = 0
-"""How often all ranks were numbered. Over all runtimes, because a program may pass one store to
-several, and keys in it must be new."""
 
 
 def create(options: Any, _: object = None) -> ProcessGroup:
@@ -57,6 +55,9 @@ class Groups:
         self._backend, self._loop = backend, runtime.thread.loop
         # The runtime's number of each rank of PyTorch.
         self._numbers: Sequence[int] = range(runtime.size)
+        self._times_numbered = 0
+        self._prefix = ""
+        """Of keys in stores: a program may pass one store to several runtimes."""
         self._made: Counter[tuple[int, ...]] = Counter()
         self._open: dict[str, ProcessGroup] = {}
         # Communicators of groups that were destroyed, by their ranks.
@@ -73,10 +74,11 @@ class Groups:
             members = list(range(options.group_size))
         ranks = tuple(self._numbers[member] for member in members)
         self._made[ranks] += 1
-        who = "all ranks" if len(ranks) == self.runtime.size else f"ranks {list(ranks)}"
-        key = f"process group {_world}.{self._made[ranks]} of {who}"
+        who = "all ranks" if ranks == tuple(self._numbers) else f"ranks {list(ranks)}"
+        key = f"process group {self._times_numbered}.{self._made[ranks]} of {who}"
         # Not by PyTorch's name of the group: it counts this rank's other groups.
-        store = PrefixStore(f"{key}/", options.store._underlying_non_prefix_store)
+        shared = options.store._underlying_non_prefix_store
+        store = PrefixStore(f"{self._prefix}/{key}/", shared)
         exchange = self._exchange(key, ranks, options.timeout, store)
         group = ProcessGroup(self.runtime, exchange, key, options.timeout, store, self._closed)
         self._open[key] = group
@@ -84,7 +86,6 @@ class Groups:
 
     def _number_ranks(self, rank: int, size: int) -> None:
         """Learn which rank of the runtime each rank of PyTorch is; collective."""
-        global _world
         runtime = self.runtime
         if size != runtime.size:
             raise ValueError(
@@ -92,7 +93,7 @@ class Groups:
                 f"{runtime.size}. Start the program by: mpirun -n {size} python PROGRAM, without "
                 "torchrun; or, for some of the ranks, call wfbp.init(comm=[...]) before"
             )
-        payload = f"{rank} {_world}".encode()
+        payload = f"{rank} {uuid.uuid4().hex}".encode()
         told = [item.split() for item in runtime.channel.exchange(payload, "init_process_group()")]
         numbers = [int(number) for number, _ in told]
         if sorted(numbers) != list(range(size)):
@@ -101,16 +102,17 @@ class Groups:
                 f"each of 0 to {size - 1} once"
             )
         self._numbers = [numbers.index(number) for number in range(size)]
-        _world = 1 + max(int(world) for _, world in told)
+        self._prefix = told[0][1].decode()
+        self._times_numbered += 1
         self._made.clear()
 
     def _exchange(
         self, key: str, ranks: tuple[int, ...], timeout: timedelta, store: Store
     ) -> Exchange:
         """The communicators of a group, once all of its ranks want it: new ones, or those of a
-        group that all of them have destroyed in the same state."""
+        group that all of them have destroyed, if no message to it is under way."""
         timeout_s = timeout.total_seconds()
-        idle = {old: exchange.position for old, exchange in self._idle[ranks].items()}
+        idle = {key: (old.position, old.undelivered) for key, old in self._idle[ranks].items()}
         names, end_s = [str(rank) for rank in ranks], time.monotonic() + timeout_s
         store.set(str(self.runtime.rank), json.dumps(idle))
         while not store.check(names):
@@ -118,16 +120,24 @@ class Groups:
             missing = [rank for rank in ranks if not store.check([str(rank)])]
             has_left = [rank for rank in missing if rank in self._loop.watch.left]
             if has_left or time.monotonic() > end_s:
-                raise StallError(
-                    f"{self.runtime.where}: {key} was not made within {timeout_s:g} s, because it "
-                    f"was not called by rank {', '.join(map(str, missing))}. Every rank of a group "
-                    "must make it, in the same order as other groups of these ranks"
-                )
+                break
             time.sleep(_LOOK_S)
+        # Decided once for all ranks: whoever went on alone would wait in MPI without a limit.
+        outcome = "made" if store.check(names) else "given up"
+        if store.compare_set("outcome", "", outcome) != b"made":
+            late = [rank for rank in ranks if not store.check([str(rank)])]
+            why = f"rank {', '.join(map(str, late))} did not" if late else "this rank did later"
+            raise StallError(
+                f"{self.runtime.where}: {key} was not made, because {why} call new_group within "
+                f"{timeout_s:g} s of the others. All of its ranks must create a group, in the same "
+                "order relative to other groups of these ranks; or raise its timeout"
+            )
         offers = [json.loads(store.get(name)) for name in names]
-        if common := set.intersection(*(set(offer.items()) for offer in offers)):
-            oldest, _ = min(common)
-            return self._idle[ranks].pop(oldest)
+        for old, (position, _) in sorted(offers[0].items()):
+            states = [offer.get(old, (None, 0)) for offer in offers]
+            # Of a message that was never received, the next group must not receive it.
+            if all(found == position for found, _ in states) and sum(n for _, n in states) == 0:
+                return self._idle[ranks].pop(old)
         # All ranks are here, so this does not take long; the communication thread goes on.
         return self._backend.among(ranks, zlib.crc32(key.encode()) % _NUM_TAGS)
 

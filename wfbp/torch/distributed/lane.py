@@ -111,7 +111,7 @@ class GroupLane(OccasionalLane):
     @property
     def is_clean(self) -> bool:
         """Whether another group can use the communicators."""
-        return self.error is None and not self.busy and self._exchange.all_received
+        return self.error is None and not self.busy
 
     @property
     def waiting_since(self) -> float | None:

@@ -104,7 +104,7 @@ class Messages:
             return None
         return DisagreementError(
             f"{self._where(message)} expects {message.header}, but rank {message.work.source} of "
-            f"the group sends {message.arrived}; let both ranks use tensors of one type and size"
+            f"the group sends {message.arrived}; both ranks must use the same dtype and size"
         )
 
     def _lateness(self, message: Message) -> WfbpError | None:
@@ -116,11 +116,16 @@ class Messages:
                 "in time: raise the timeout of init_process_group or new_group if it needs longer"
             )
         left = self._runtime.thread.loop.watch.left
-        peer = -1 if message.peer is None else self._exchange.ranks[message.peer]
-        if peer in left and now - self._left_since.setdefault(peer, now) > _LEFT_GRACE_S:
+        if not left:
+            return None
+        exchange = self._exchange
+        peers = range(exchange.size) if message.peer is None else [message.peer]
+        numbers = [exchange.ranks[peer] for peer in peers if peer != exchange.rank]
+        since = [self._left_since.setdefault(number, now) for number in numbers if number in left]
+        if numbers and len(since) == len(numbers) and now - max(since) > _LEFT_GRACE_S:
             return PeerError(
-                f"{self._where(message)} waits, but rank {peer} {left[peer]}; let both ranks "
-                "exchange equally many messages"
+                f"{self._where(message)} waits, but rank {numbers[-1]} {left[numbers[-1]]}; every "
+                "send needs a matching receive"
             )
         return None
 

@@ -98,7 +98,9 @@ class ProcessGroup(dist.ProcessGroup):
         if not split_ranks or any(
             len({*ranks}) != len(ranks) or not ranks for ranks in split_ranks
         ):
-            raise ValueError(f"split_ranks is {split_ranks}; expected lists of different ranks")
+            raise ValueError(
+                f"split_ranks is {split_ranks}; expected non-empty lists without duplicates"
+            )
         mine = next((ranks for ranks in split_ranks if self.rank() in ranks), None)
         if mine is None:
             return None
