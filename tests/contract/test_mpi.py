@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).with_name("mpi_program.py")
         (4, "mpich"),
         # What is sent to whom does not depend on the library: a pair, and more.
         pytest.param(2, "openmpi", marks=pytest.mark.quick),
-        (3, "openmpi"),
+        pytest.param(3, "openmpi", marks=pytest.mark.long),
     ],
 )
 def test_contract(mpirun: Callable[..., Run], mpi: str, num_ranks: int, tmp_path: Path) -> None:
