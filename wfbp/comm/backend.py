@@ -67,9 +67,10 @@ class Backend(ABC):
     """Collectives among ``size`` ranks, in place if possible.
 
     ``dtype`` is a key of ``core.types.ITEM_BYTES``; float16 and bfloat16 are accumulated in float32
-    and rounded once. ``counts`` are bytes of each rank's block: whole elements, possibly 0, the
-    same on every rank. ``segments`` ascend and do not overlap; their starts and lengths are whole
-    elements and the same on every rank.
+    and rounded once, or once per level (:attr:`on_two_levels`); NCCL may round partial sums.
+    ``counts`` are bytes of each rank's block: whole elements, possibly 0, the same on every rank.
+    ``segments`` ascend and do not overlap; their starts and lengths are whole elements and the same
+    on every rank.
     """
 
     rank: int

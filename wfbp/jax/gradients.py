@@ -241,8 +241,8 @@ def value_and_grad(
             real loss are conjugates of PyTorch's.
         allow_int: as in JAX. Gradients of integers are not exchanged.
         op: ``Average`` or ``Sum``.
-        schedule: ``auto``, ``oasr``, ``mgwfbp``, ``layerwise``, ``single`` or ``threshold``. The
-            default is ``WFBP_SCHEDULE``, or ``auto`` without it.
+        schedule: one of ``wfbp.core.planners.ALL_REDUCE_SCHEDULES``, or ``auto``. The default is
+            ``WFBP_SCHEDULE``, or ``auto`` without it.
         threshold_bytes: group size of ``threshold``. The default is ``WFBP_THRESHOLD_BYTES``, or
             25 MiB without it.
         name: for messages; exchanges that may run at once need different names.

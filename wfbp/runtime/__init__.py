@@ -7,7 +7,7 @@ of imports in the package:
 
 * ``native`` loads the C++ extension.
 * ``wfbp.torch`` (``pending``) waits for parameters before a fork, and registers its parameter class
-  with ``torch.utils._pytree``; (``registry``) completes parameters in ``shutdown()``.
+  with ``torch.utils._pytree``; (``gradient_sync``) completes parameters in ``shutdown()``.
 * ``wfbp.horovod.search_path`` is put on ``sys.path`` by ``python -m wfbp.horovod`` alone; importing
   ``horovod`` from there makes ``wfbp.horovod`` replace it.
 """

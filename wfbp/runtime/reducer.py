@@ -23,6 +23,7 @@ from wfbp.runtime.heap import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.lane import Lane
 from wfbp.runtime.measuring import StepClock
 from wfbp.runtime.progress.channel import ControlChannel
+from wfbp.runtime.progress.thread import TakenError
 from wfbp.runtime.recorder import Recorder, log_summary, make_report
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import (
@@ -138,7 +139,7 @@ class Reducer:
         ranges = [shard_range(spec, runtime.rank, runtime.size) for spec in specs]
         self._shards = [slice(start, stop) for start, stop in ranges]
         self._gathered: list[BufferView | None] = [None] * len(specs)
-        self._arrival_lock = threading.Lock()
+        self._arrival_lock = threading.RLock()  # a signal handler may wait within a wait
         self._num_arrived = 0
         self._gather: Gather | None = None
         self.gather_groups: Sequence[Sequence[int]] = ()
@@ -614,7 +615,10 @@ class Reducer:
                     return
                 start = self.memory.now()
                 label = f"{self._name}: all-gather"
-                time: GroupTime = self._thread.await_reply(self._lane.arrivals, label)
+                try:
+                    time: GroupTime = self._thread.await_reply(self._lane.arrivals, label)
+                except TakenError:
+                    continue
                 self.memory.await_arrival(time.end_s)
                 self.clock.gathers.append(time)
                 self.clock.waits.append((start, self.memory.now()))

@@ -190,9 +190,11 @@ class PendingParameters:
         """Wait until a parameter may be read; raises ``WfbpError`` if ranks failed or did not
         answer in time."""
         with signals.deferred, self._lock:
-            if not any(index in group for group in self._groups):
+            if not self._is_pending(index):
                 return
             self._await_arrival(index)
+            if not self._is_pending(index):  # a signal handler has read it meanwhile
+                return
             # All that has arrived with it, and no more: were the update to raise, ranks would lose
             # different parts of it.
             arrived: list[int] = []
@@ -208,6 +210,9 @@ class PendingParameters:
             if threading.get_ident() != self._thread and not self._stopped:
                 self.stop("a second thread reads them")
                 self.wait_all()
+
+    def _is_pending(self, index: int) -> bool:
+        return any(index in group for group in self._groups)
 
     def wait_all(self) -> None:
         """Wait until all may be read."""

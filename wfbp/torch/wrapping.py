@@ -71,9 +71,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         named_parameters: ``model.named_parameters()``, for messages and to match ranks; without
             it, parameters are known by their numbers.
         compression: ``Compression.fp16`` or ``Compression.bf16``: float32 and float64 gradients are
-            rounded to that type as they are packed, averaged in float32, and rounded once more;
-            messages are at most half as large. Values too large for float16 become infinite, as
-            ``GradScaler`` expects. Both parts of complex numbers are rounded so. Gathered
+            rounded to that type as they are packed, averaged in float32, and the average is rounded
+            again; messages are at most half as large. Values too large for float16 become infinite,
+            as ``GradScaler`` expects. Both parts of complex numbers are rounded so. Gathered
             parameters are exact. By default gradients travel in the element type of their
             parameters.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
@@ -83,10 +83,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             (as ``SparseAdam`` has it anyway).
         process_set: the ranks that average their gradients; each must call this, and the other
             ranks neither communicate nor wait. Numbers of ranks in messages are those in the set.
-        schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``layerwise``,
-            ``single`` or ``threshold``; or, decoupled into backward and the next forward,
-            ``dear``, ``ipart``, ``independent``, ``hybrid``, ``ps`` or ``ps_layerwise``. The
-            default is ``WFBP_SCHEDULE``, or ``auto`` without it.
+        schedule: how gradients are grouped, of ``wfbp.core.planners.SCHEDULES``; recommended are
+            ``auto``, ``oasr``, ``hybrid`` and ``single``. The default is ``WFBP_SCHEDULE``, or
+            ``auto`` without it.
         threshold_bytes: group size of ``threshold``, and of what schedules that have to measure
             begin with; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
         optimizer_sharding: True: each rank updates its shard of each tensor and holds the state of

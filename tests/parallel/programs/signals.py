@@ -27,6 +27,7 @@ from mpi4py import MPI
 import wfbp
 import wfbp.torch
 from wfbp.runtime import signals
+from wfbp.torch import pending
 
 MEAN_S = 1e-3
 
@@ -199,6 +200,40 @@ def check_handlers_that_return() -> None:
         signal.signal(signal.SIGALRM, victim._handle)
 
 
+def check_handlers_that_read() -> None:
+    """While this thread waits for the same parameters, which another rank has yet to update."""
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = wfbp.torch.DistributedOptimizer(
+        inner, model.named_parameters(), schedule="independent"
+    )
+    seen: list[float] = []
+
+    def handle(number: int, frame: object) -> None:
+        MPI.COMM_WORLD.send(len(seen), 0)
+        seen.append(sum(float(p.detach().sum()) for p in model.parameters()))
+
+    def come_late(*_: object) -> None:
+        for rank in range(1, wfbp.size()):
+            MPI.COMM_WORLD.recv(source=rank)
+
+    signal.signal(signal.SIGALRM, handle)
+    try:
+        for step in range(6):
+            model(torch.ones(2, 24)).sum().backward()
+            if step == 5 and wfbp.rank() == 0:  # between its gradients and its update
+                inner.register_step_pre_hook(come_late)
+            optimizer.step()
+            if step == 5 and wfbp.rank() > 0:
+                assert pending.under_way
+                signal.setitimer(signal.ITIMER_REAL, 0.02)
+            read = sum(float(p.detach().sum()) for p in model.parameters())
+            optimizer.zero_grad()
+        assert seen == ([read] if wfbp.rank() else []), (seen, read)
+    finally:
+        signal.signal(signal.SIGALRM, victim._handle)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "step wfbp": lambda: check_training("step", schedule="layerwise"),
     "step independent": lambda: check_training("step", schedule="independent"),
@@ -210,6 +245,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "reducer": check_reducer,
     "operations": check_operations,
     "handlers that return": check_handlers_that_return,
+    "handlers that read": check_handlers_that_read,
 }
 
 
@@ -227,7 +263,7 @@ def main() -> None:
         began = time.monotonic()
         try:
             # On a busy machine waits take long: no handler may run before the call is complete.
-            signals.PATIENCE_S = patience_s if name == "handlers that return" else 100.0
+            signals.PATIENCE_S = patience_s if name.startswith("handlers") else 100.0
             CHECKS[name]()
             results[name] = ""
         except Exception:

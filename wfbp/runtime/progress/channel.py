@@ -63,7 +63,7 @@ class ControlChannel:
     def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
         """Every rank's payload, in rank order; ``DisagreementError`` if purposes differ."""
         # Compared before a payload of another purpose is read.
-        letter = (purpose or label).encode() + b"\0" + payload
+        letter = (purpose or label).replace("\0", "\\0").encode() + b"\0" + payload
         tagged = self.call(lambda backend: backend.all_gather_bytes(letter), label)
         return _decode(self._where, tagged)
 

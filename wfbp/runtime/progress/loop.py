@@ -70,6 +70,7 @@ class Reply(Generic[T]):
     def __init__(self) -> None:
         self._results: deque[tuple[T | None, BaseException | None]] = deque()
         self._event = AutoResetEvent()
+        self.num_taken = 0
 
     def put(self, value: T) -> None:
         """Store the result and wake the waiter."""
@@ -99,6 +100,7 @@ class Reply(Generic[T]):
         if not self.wait(timeout_s):
             raise TimeoutError
         value, error = self._results.popleft()
+        self.num_taken += 1
         if error is not None:
             raise error
         return value  # type: ignore[return-value]

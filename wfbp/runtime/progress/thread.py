@@ -30,6 +30,10 @@ _REPLY_POLL_S = 0.1
 _PR_SET_NAME = 15
 
 
+class TakenError(WfbpError):
+    """A signal handler has taken the result that the interrupted wait was for."""
+
+
 class CommunicationThread:
     """Runs collectives and lanes on one backend.
 
@@ -119,21 +123,27 @@ class CommunicationThread:
         return self.await_reply(reply, label)
 
     def await_reply(self, reply: Reply[T], label: str) -> T:
-        """Wait for a result and drive communication; overdue signal handlers may raise here."""
+        """Wait for a result and drive communication; overdue signal handlers may raise here.
+
+        Raises ``TakenError`` if a handler waited for the same result, and has it.
+        """
         loop, self._here.used = self.loop, True
         loop.waiting_threads.add(threading.get_ident())
         loop.awaited = reply
         loop.num_waits += 1
         if reply.answered:
             return reply.get(timeout_s=0.0)
-        since = time.monotonic()
+        since, num_taken = time.monotonic(), reply.num_taken
         with signals.deferred:
             while not self._await(reply, label, since):
                 try:
-                    signals.run_pending()  # here, because they may communicate: no lock is held
+                    # Without the locks of this class, because handlers may communicate.
+                    signals.run_pending()
                 except BaseException:
                     self.post(lambda: loop.fail(self._interrupted()))
                     raise
+                if reply.num_taken != num_taken:
+                    raise TakenError(f"{self._where}: {label}: a signal handler took the result")
             return reply.get(timeout_s=0.0)
 
     def stop(self, timeout_s: float) -> bool:
