@@ -119,7 +119,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the averaged gradients by their norm over these parameters; collective."""
-        wanted = set(parameters)
+        wanted = dict.fromkeys(parameters)
         for prepared in self._optimizers:
             owned = {p for group in prepared.param_groups for p in group["params"]}
             with_gradients = {p for p in wanted if p.requires_grad}

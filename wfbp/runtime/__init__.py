@@ -8,6 +8,11 @@ of imports in the package:
 * ``native`` loads the C++ extension.
 * ``wfbp.torch`` (``pending``) waits for parameters before a fork, and registers its parameter class
   with ``torch.utils._pytree``; (``gradient_sync``) completes parameters in ``shutdown()``.
+* ``import torch`` calls ``wfbp.integrations.torch_backend`` by an entry point, which registers the
+  backend ``wfbp``; ``wfbp.torch.distributed`` serves ``wfbp://`` and ``env://`` and replaces two
+  functions of ``torch.distributed``.
+* ``wfbp.jax`` registers primitives with JAX.
+* ``wfbp.horovod.torch`` (``adasum``) is told when ``join()`` ends.
 * ``wfbp.horovod.search_path`` is put on ``sys.path`` by ``python -m wfbp.horovod`` alone; importing
   ``horovod`` from there makes ``wfbp.horovod`` replace it.
 """

@@ -8,7 +8,10 @@ import torch
 
 
 class Compressor:
-    """Turns a tensor into the one to send, and back; this one sends tensors as they are."""
+    """Turns a tensor into the one to send, and back; this one sends tensors as they are.
+
+    Named operations call it. The optimizer reads ``dtype`` alone, and casts as it packs.
+    """
 
     dtype: torch.dtype | None = None
     """Floating-point tensors are sent as this type. None leaves them unchanged."""

@@ -448,12 +448,15 @@ class OptimizerSync:
         if self.held is None:
             self.reducer.place = place
             try:
-                whole = self._close(whole=True)
+                # Other ranks may have called step(), which needs none.
+                whole = self._close(whole=False, wanted=True)
             finally:
                 self.reducer.place = 0
         else:
             self.check_no_new_gradients()
             self._check_clipped()
+            # A rank in step() would gather parameters.
+            self.reducer.exchange(b"", "synchronize() after clip_grad_norm_()")
             whole = self.reducer.gather_gradients(self.held)
             self.reducer.flush()
             self._take(whole)

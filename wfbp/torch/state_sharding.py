@@ -149,6 +149,7 @@ class StateSharding:
     def begin_update(self) -> None:
         """The optimizer is about to change the state."""
         self.withdraw_mark()
+        self._store.published = None
         self._is_changing = True
 
     def publish(self) -> None:
@@ -290,7 +291,7 @@ def _collect(
                 if value.is_cuda:
                     torch.cuda.synchronize(value.device)  # its update runs on another stream
                 outline[key] = value.dtype
-                parts.append(tensors.raw(tensors.on_host(value)))
+                parts.append(tensors.raw(tensors.on_host(value).clone()))
     return outlines, parts
 
 

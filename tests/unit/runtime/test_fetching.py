@@ -68,6 +68,29 @@ def test_what_is_not_there_is_told() -> None:
     all_well(run_ranks(2, body))
 
 
+def test_what_changes_while_it_is_copied_is_not_sent() -> None:
+    def body(runtime: Runtime) -> None:
+        store, rank = runtime.open_store(), runtime.rank
+        copied = threading.Event()
+
+        def copy_slowly(items: Any) -> Content:
+            store.published = None  # as the training thread does before an update
+            copied.set()
+            return None, []
+
+        store.published = 3, copy_slowly
+        runtime.channel.exchange(b"", "published")
+        if rank == 0:
+            with pytest.raises(DisagreementError, match="version 4 of it, not 3: it has stepped"):
+                runtime.fetch(store, 3, None, "mine")
+        else:
+            assert copied.wait(60.0)
+            store.published = 4, copy_slowly
+        runtime.channel.exchange(b"", "the end")
+
+    all_well(run_ranks(2, body))
+
+
 def test_a_store_is_served_until_all_have_dropped_it() -> None:
     def body(runtime: Runtime) -> None:
         store = runtime.open_store()

@@ -89,7 +89,7 @@ class CollectiveLock:
 
     def __init__(self, rank: int) -> None:
         # Held by rank 0 from before any rank begins an operation until every rank has ended it.
-        self._lock = threading.Lock() if rank == 0 else None
+        self._lock = threading.RLock() if rank == 0 else None
 
     @contextmanager
     def hold(self, channel: ControlChannel, label: str) -> Iterator[None]:

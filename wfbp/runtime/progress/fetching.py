@@ -1,8 +1,8 @@
 """Fetches data that other ranks hold, such as optimizer state, while their training threads work.
 
 A rank asks by a notice; communication threads answer by point-to-point messages. Data have a
-*version*, the owner's count of updates; an owner that has not reached it answers later. It cannot
-be past it: the asking rank is between two steps, and no other can end the next step without it.
+*version*, the owner's count of updates; an owner that has not reached it answers later. It is not
+past it if the asking rank is between two steps, because no other ends the next step without it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RefusalError(Exception):
 class Store:
     """Data of one rank for others; the training thread replaces ``published`` as a whole.
 
-    The function in it collects items under the progress lock, and may raise :class:`RefusalError`;
-    the parts that it returns must not change before the next version.
+    The function in it copies items under the progress lock, and may raise :class:`RefusalError`.
+    The training thread sets ``published`` to None before it changes them.
     """
 
     key: str
@@ -189,13 +189,19 @@ class Fetches(OccasionalLane):
         elif published is None or published[0] < question.version:
             return False
         elif published[0] > question.version:
-            refusal = f"already has version {published[0]} of it, not {question.version}"
+            refusal = (
+                f"already has version {published[0]} of it, not {question.version}: it has stepped "
+                "meanwhile. Call state_dict() between two steps, not between clip_grad_norm_() or "
+                "synchronize() and step()"
+            )
         else:
             try:
                 head, parts = published[1](question.items)
             except RefusalError as error:
                 refusal = str(error)
         head_bytes = pickle.dumps((refusal, head, [part.nbytes for part in parts]))
+        if store is not None and store.published is not published:
+            return False  # the training thread may have changed it in the meantime
         # A receive must know its size. Messages of one tag arrive in the order of sending.
         length = np.frombuffer(len(head_bytes).to_bytes(8, "little"), np.uint8)
         for buffer in (length, np.frombuffer(head_bytes, np.uint8), *parts):

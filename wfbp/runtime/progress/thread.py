@@ -38,11 +38,16 @@ class CommunicationThread:
     """Runs collectives and lanes on one backend.
 
     Other threads may call :meth:`post`, :meth:`call`, :meth:`await_reply` and :meth:`stop`;
-    everything else needs the progress lock. Every call of the loop holds ``_progress_lock``. A
-    training thread holds ``_driver_lock`` while it drives; the communication thread takes and
-    releases it before each call of the loop. A thread that appends an event to a lane and then
-    finds ``sleeping`` true must post a message; the communication thread sets it before its last
-    look at the events.
+    everything else needs the progress lock.
+
+    Two locks: every call of the loop holds ``_progress_lock``. A training thread that drives makes
+    many such calls, and keeps ``_driver_lock`` between them; the communication thread waits for
+    that one before each of its calls, and so stays away.
+
+    Between calls the communication thread naps. If an event could be acted upon at once, it is
+    ``sleeping``, and a thread that appends an event must wake it. It sets this before its last look
+    at the events. If a nap ends while a training thread drives, it is ``_standing_by``, and that
+    thread wakes it if it leaves work behind.
     """
 
     def __init__(self, backend: HostBackend, config: Config, where: str) -> None:
@@ -201,7 +206,7 @@ class CommunicationThread:
         self._driver_lock.release()
         # Another waiting thread may have tried to take the lock while this one rested.
         called = self.loop.num_waiting > 1
-        # If events would not wake it, it has yet to find that they can be acted upon now.
+        # Not sleeping: its nap began when no event could be acted upon, which may have changed.
         stood_by = self._standing_by and (self.loop.under_way or not self.sleeping)
         if called or stood_by:
             self.loop.wakeup.set()

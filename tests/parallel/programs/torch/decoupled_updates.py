@@ -24,7 +24,18 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.torch.equality import param_groups
 from tests.parallel.programs.torch.further_optimizers import Normalized
-from tests.parallel.programs.torch.training import check_training, data, mlp, momentum, same
+from tests.parallel.programs.torch.training import (
+    adamw,
+    averaged,
+    check_training,
+    data,
+    mlp,
+    momentum,
+    pair,
+    same,
+    square,
+)
+from tests.parallel.programs.torch.training import compare as same_model
 from tests.support.sharding import SHARDING
 from wfbp.runtime import process as runtimes
 
@@ -203,6 +214,29 @@ for _kind in KINDS:
         for _schedule in ("dear", "hybrid") if _name == "all but a scaler" else ("ipart",):
             _check = partial(beside, _schedule, _kind, _habits)
             check.all[f"{_name}, {_kind}, {_schedule}"] = _check
+
+
+@check
+def one_rank_alone_synchronizes() -> None:
+    """Then all get whole averages, though the others step at once."""
+    for schedule in (None, "independent"):
+        model, reference = pair()
+        optimizer = wfbp.torch.DistributedOptimizer(
+            adamw(model.parameters()), model.named_parameters(), schedule=schedule
+        )
+        plain = adamw(reference.parameters())
+        for step in range(9):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            if wfbp.rank() == step % wfbp.size():
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            averaged(reference, square, step, wfbp.size())
+            plain.step()
+            same_model(model, reference, f"{schedule}, step {step}", 1e-12)
 
 
 @check

@@ -336,9 +336,10 @@ def stepping(
     kind: type[Exception],
     warmup_steps: int,
     stall_warning_s: float = 60.0,
+    schedule: str = "layerwise",
 ) -> str:
     config = wfbp.Config(
-        schedule="layerwise",
+        schedule=schedule,
         warmup_steps=warmup_steps,
         profile_steps=100,
         stall_warning_s=stall_warning_s,
@@ -384,6 +385,21 @@ def one_rank_is_in_another_collective() -> None:
         text = stepping(act, lambda o: o.zero_grad(), DisagreementError, warmup_steps, 0.3)
         assert "ranks wait for each other in different places: " in text, text
         assert place in text.partition(f"{last()}: ")[2], text
+
+
+@check
+def one_rank_synchronizes_what_is_clipped() -> None:
+    """It would gather gradients, the others parameters."""
+    text = stepping(
+        lambda o: (o.clip_grad_norm_(1.0), o.synchronize()),
+        lambda o: (o.clip_grad_norm_(1.0), o.step()),
+        DisagreementError,
+        100,
+        0.3,
+        "independent",
+    )
+    assert "ranks wait for each other in different places: " in text, text
+    assert ": synchronize() after clip_grad_norm_()" in text.partition(f"{last()}: ")[2], text
 
 
 @check

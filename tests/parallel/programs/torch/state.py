@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from mpi4py import MPI
 from torch import nn
 
 import wfbp
 import wfbp.torch
-from tests.parallel.programs.harness import Checks
+from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
     adamw,
     averaged,
@@ -24,6 +25,7 @@ from tests.parallel.programs.torch.training import (
     square,
     step_both,
 )
+from wfbp.errors import DisagreementError
 
 check = Checks()
 
@@ -76,6 +78,31 @@ def one_rank_alone_takes_the_state() -> None:
             alike(optimizer.state_dict(), plain, f"{schedule}: at the end, on all")
             if rank == 0:
                 alike(optimizer.state_dict(), plain, f"{schedule}: behind the last step")
+
+
+@check
+def state_that_others_have_changed() -> None:
+    """One rank asks between clipping and its step, when the others have stepped."""
+    rank, size, world = wfbp.rank(), wfbp.size(), MPI.COMM_WORLD
+    model, _ = twins()
+    optimizer = wrapped(model, adamw, schedule="independent")
+    for step in range(12):
+        optimizer.zero_grad()
+        square(model, rank, step)
+        optimizer.clip_grad_norm_(1.0)
+        if step == 9 and rank == 0:
+            for peer in range(1, size):
+                world.recv(source=peer)
+            text = "state_dict() between two steps"
+            raises(DisagreementError, text, act=optimizer.state_dict)
+        optimizer.step()
+        if step == 9 and rank > 0:
+            world.send(None, 0)
+    states = wfbp.allgather_object(optimizer.state_dict()["state"])
+    for other in states:
+        for k, values in other.items():
+            for key, value in values.items():
+                same(torch.as_tensor(value), torch.as_tensor(states[0][k][key]), f"{key} of {k}")
 
 
 @check
