@@ -110,21 +110,8 @@ std::unique_ptr<wfbp::Transfers> make_transfers(std::size_t handle_bytes,
   throw py::value_error("handles of " + std::to_string(handle_bytes) + " bytes are unknown");
 }
 
-// A transfer that reduces pieces, once its messages are complete.
-std::shared_ptr<wfbp::Transfer> reducing(const std::string& dtype, const std::string& op,
-                                         double divisor, const py::sequence& pieces) {
+std::shared_ptr<wfbp::Transfer> adopt(Face& self, std::uintptr_t request) {
   auto transfer = std::make_shared<wfbp::Transfer>();
-  transfer->reduction = wfbp::reduction(dtype, op, divisor);
-  for (const py::handle piece : pieces) {
-    transfer->pieces.push_back(piece_of(piece, transfer->reduction.item));
-  }
-  return transfer;
-}
-
-std::shared_ptr<wfbp::Transfer> adopt(Face& self, std::uintptr_t request, const std::string& dtype,
-                                      const std::string& op, double divisor,
-                                      const py::sequence& pieces) {
-  auto transfer = reducing(dtype, op, divisor, pieces);
   self.transfers->adopt(transfer, request);
   return transfer;
 }
@@ -133,7 +120,11 @@ std::shared_ptr<wfbp::Transfer> begin(Face& self, std::uintptr_t comm, int tag,
                                       const py::sequence& messages, const std::string& dtype,
                                       const std::string& op, double divisor,
                                       const py::sequence& pieces, const py::sequence& then) {
-  auto transfer = reducing(dtype, op, divisor, pieces);
+  auto transfer = std::make_shared<wfbp::Transfer>();
+  transfer->reduction = wfbp::reduction(dtype, op, divisor);
+  for (const py::handle piece : pieces) {
+    transfer->pieces.push_back(piece_of(piece, transfer->reduction.item));
+  }
   transfer->comm = comm;
   transfer->tag = tag;
   transfer->messages = messages_of(messages);
@@ -175,8 +166,7 @@ void wfbp::bind_transfers(py::module_& module) {
       .def("begin", &begin, py::arg("comm"), py::arg("tag"), py::arg("messages"),
            py::arg("dtype") = "uint8", py::arg("op") = "sum", py::arg("divisor") = 1.0,
            py::arg("pieces") = py::tuple(), py::arg("then") = py::tuple())
-      .def("adopt", &adopt, py::arg("request"), py::arg("dtype") = "uint8", py::arg("op") = "sum",
-           py::arg("divisor") = 1.0, py::arg("pieces") = py::tuple())
+      .def("adopt", &adopt, py::arg("request"))
       .def("progress", &progress)
       .def_property_readonly("num_over", [](const Face& self) { return self.transfers->num_over(); })
       .def("rest", &rest, py::arg("nap_s"), py::arg("most_s"), py::arg("watches") = py::tuple());

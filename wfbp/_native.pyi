@@ -129,15 +129,8 @@ class Transfers:
         A message is contiguous memory, the rank that it is for or from, and whether it arrives.
         """
 
-    def adopt(
-        self,
-        request: int,
-        dtype: str = "uint8",
-        op: str = "sum",
-        divisor: float = 1.0,
-        pieces: Sequence[tuple[Sequence[npt.NDArray[Any]], npt.NDArray[Any]]] = (),
-    ) -> Transfer:
-        """Take over a request begun elsewhere; reduce ``pieces`` once it is complete."""
+    def adopt(self, request: int) -> Transfer:
+        """Take over a request begun elsewhere."""
 
     def progress(self) -> int:
         """Move all transfers on, without blocking; how many messages have ended."""

@@ -38,17 +38,10 @@ class PythonTransfers:
         transfer.start(messages, tag)
         return self._add(transfer)
 
-    def adopt(
-        self,
-        request: int,
-        dtype: str = "uint8",
-        op: str = "sum",
-        divisor: float = 1.0,
-        pieces: Sequence[Piece] = (),
-    ) -> PythonTransfer:
+    def adopt(self, request: int) -> PythonTransfer:
         from mpi4py import MPI
 
-        transfer = PythonTransfer(0, 0, (dtype, op, divisor), pieces, ())
+        transfer = PythonTransfer(0, 0, ("uint8", "sum", 1.0), (), ())
         transfer.pending.append(MPI.Request.fromhandle(request))
         return self._add(transfer)
 

@@ -39,7 +39,7 @@ import torch
 
 """
 
-_TORCH_IMPORTS = """from collections.abc import Callable, Sequence
+_TORCH_IMPORTS = """from collections.abc import Sequence
 from typing import overload
 
 import torch
@@ -53,8 +53,9 @@ Numbers: TypeAlias = float | Sequence[Any] | np.generic
 
 _HOROVOD = "from wfbp.horovod.torch.operands import HorovodOp\n"
 
-_TORCH = """from wfbp.torch.compression import Compression, Compressor
+_TORCH = "from wfbp.torch.compression import Compression, Compressor\n"
 
+_SPARSE = """
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -68,9 +69,13 @@ def stub_of(module: str) -> str:
     """The text of a module's stub."""
     functions = vars(importlib.import_module(module))
     is_top = module == "wfbp.collectives"
-    head = _HEAD.replace("{imports}\n", _TOP if is_top else _TORCH_IMPORTS)
-    head = head.replace("{operators}", _HOROVOD if "horovod" in module else "")
-    parts = [head + (_T if is_top else _TORCH)]
+    is_horovod = "horovod" in module
+    imports = _TORCH_IMPORTS
+    if is_horovod:
+        imports = imports.replace("import Sequence", "import Callable, Sequence")
+    head = _HEAD.replace("{imports}\n", _TOP if is_top else imports)
+    head = head.replace("{operators}", _HOROVOD if is_horovod else "")
+    parts = [head + (_T if is_top else _TORCH + (_SPARSE if is_horovod else ""))]
     for name, form in FORMS.items():
         parts += _declarations(form, functions[name], is_top)
     text = "\n".join(parts) + "\n"

@@ -2,8 +2,8 @@
 
 Read ``process`` first (init, shutdown), then ``runtime`` (communication thread, channels, lanes),
 ``reducer`` (training side of one optimizer), ``lane`` and ``buffers`` (communication side). Imports
-start no thread and touch no signal, hook or MPI; ``init()`` and ``shutdown()`` do. All side effects
-of imports in the package:
+start no thread and touch no signal, exception hook or MPI; ``init()`` and ``shutdown()`` do. All
+side effects of imports in the package:
 
 * ``native`` loads the C++ extension.
 * ``wfbp.torch`` (``pending``) waits for parameters before a fork, and registers its parameter class

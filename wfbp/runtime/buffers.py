@@ -25,8 +25,9 @@ _STEP_BITS = 6
 STEP_CYCLE = 1 << _STEP_BITS
 """Messages carry step numbers modulo this."""
 
-NUM_STEP_FLAGS = 2 + 4 * _STEP_BITS
-"""Beside one flag per tensor: a request, a discard, the step's number, the call that closes it."""
+NUM_STEP_FLAGS = 3 + 4 * _STEP_BITS
+"""Beside one flag per tensor: a request, a wish for whole gradients, a discard, the step's number,
+the call that closes it."""
 
 
 class GroupBuffer:
@@ -244,7 +245,8 @@ class GroupBuffer:
 
     def _write_flags(self, step: Step) -> None:
         flags = [1 if step.sources[k] else 0 for k in self._flagged]
-        flags += [step.requested, step.discards, *step_flags(step.number % STEP_CYCLE, step.place)]
+        flags += [step.requested, step.whole, step.discards]
+        flags += step_flags(step.number % STEP_CYCLE, step.place)
         if self._flags_beside.size:
             self._flags_beside[:] = flags
             return
@@ -261,11 +263,11 @@ class GroupBuffer:
             reduced = self._message.tails[self._own if len(self._message.tails) > 1 else 0]
         # Also if they were divided, and as bits of bfloat16: more than 0 is yes.
         flags: list[bool] = (reduced > 0).tolist()
-        requested, discarded, *steps = flags[len(self._flagged) :]
+        requested, whole, discarded, *steps = flags[len(self._flagged) :]
         numbers, places = steps[: 2 * _STEP_BITS], steps[2 * _STEP_BITS :]
         agree = tuple(numbers) == step_flags(step.number % STEP_CYCLE, None)[: 2 * _STEP_BITS]
         agree = agree and not any(map(and_, places[::2], places[1::2]))
-        return StepResult(flags[: len(self._flagged)], requested, discarded, agree)
+        return StepResult(flags[: len(self._flagged)], requested, discarded, whole, agree)
 
 
 _ONE_AS_BFLOAT16 = 0x3F80

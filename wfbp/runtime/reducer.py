@@ -228,14 +228,13 @@ class Reducer:
     # One step: it closes.
 
     def synchronize(
-        self, whole: bool = True, wanted: bool = False, targets: Sequence[int] = ()
+        self, whole: bool = True, targets: Sequence[int] = ()
     ) -> list[BufferView | None]:
         """Close the step and wait until every gradient is reduced; ``WfbpError`` if ranks failed.
 
         Returns a view per tensor (or of its shard) until the next step's first gradient; None if no
-        rank had one, or if it was copied to its target. The caller needs whole gradients if
-        ``whole`` (equal on every rank) or ``wanted`` (of this rank). ``targets`` may be the
-        gradients' addresses. Signals must be deferred.
+        rank had one, or if it was copied to its target. Views are ``whole`` if any rank needs that.
+        ``targets`` may be the gradients' addresses. Signals must be deferred.
         """
         if self._closed:
             self._runtime.check()
@@ -244,10 +243,8 @@ class Reducer:
         self._check_aliases()
         if targets:
             step.targets = [0 if k in self._unplanned else a for k, a in enumerate(targets)]
-        wanted = wanted and self.decoupled
-        step.requested = bool(
-            wanted or self._unplanned or tuner.wants_round or self.sparse or self.joined
-        )
+        step.whole = whole and self.decoupled
+        step.requested = bool(self._unplanned or tuner.wants_round or self.sparse or self.joined)
         step.place = None if self.joined else self.place
         result = self._close_step(dependencies)
         if self._newly_installed:
@@ -266,8 +263,9 @@ class Reducer:
         else:  # without any gradient this is no step of training, but a part of the next one
             done = self.clock.begun
         self.sparse_anywhere, self.joined_ranks, self.evaluated = (), (), False
+        whole = result.whole
         if result.requested or tuner.round_due:
-            whole |= self._hold_round(reduced, wanted)
+            whole |= self._hold_round(reduced)
         whole |= tuner.plan.decoupled != plan.decoupled
         if self.decoupled and whole:
             reduced = self.gather_gradients(reduced)
@@ -467,15 +465,14 @@ class Reducer:
         """Every rank's payload, after :meth:`synchronize`; collective."""
         return self._channel.exchange(payload, f"{self._name}: {what}", what)
 
-    def _hold_round(self, reduced: list[BufferView | None], wanted: bool) -> bool:
-        """Reduce unplanned gradients and tune; whether any rank needs whole ones; collective."""
+    def _hold_round(self, reduced: list[BufferView | None]) -> bool:
+        """Reduce unplanned gradients and tune; whether ranks have joined; collective."""
         tuner, due = self.tuner, self.tuner.round_due
         mine = {
             "unplanned": sorted(self._unplanned),
             "tuner": tuner.message(),
             "joined": self.joined,
             "evaluates": self.evaluates,
-            "whole": wanted,
             "sparse": sorted(self.sparse),
         }
         payloads = self.exchange(json.dumps(mine).encode(), "end of the step")
@@ -503,8 +500,7 @@ class Reducer:
         if joining or due or wished:
             digests = self.exchange(tuner.plan.digest.encode(), "plan")
             consistency.check_equal(self.who, "the plan", [d.decode() for d in digests])
-        # Joined ranks use no shards.
-        return bool(self.joined_ranks) or any(message["whole"] for message in messages)
+        return bool(self.joined_ranks)  # which use no shards
 
     def _unplanned_gradient(self, index: int) -> GradientRef:
         """All of this rank's gradient of a tensor that is reduced at the end of the step."""

@@ -24,6 +24,7 @@ class Step:
     missing: list[int]  # by group of backward, number of absent gradients
     requested: bool = False  # whether this rank wants a round at the end of the step
     discards: bool = False
+    whole: bool = False  # whether this rank needs whole gradients
     targets: Sequence[int] = ()  # copies of all-reduced gradients, from the close on; 0: none
     place: int | None = 0  # which call closes the step, below 64; None if this rank cannot know
 
@@ -71,6 +72,7 @@ class StepResult:
     present: list[bool]  # by tensor of the plan, whether any rank had a gradient
     requested: bool
     discarded: bool
+    whole: bool = False  # whether any rank needs whole gradients
     steps_agree: bool = True  # whether all ranks are at the same step
     times: list[GroupTime] = field(default_factory=list)
 

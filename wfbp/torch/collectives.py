@@ -8,7 +8,7 @@ from __future__ import annotations
 from wfbp.runtime.collectives import forms
 from wfbp.runtime.collectives.forms import Form, Parameters
 from wfbp.torch.compression import Compression
-from wfbp.torch.operands import perform, sparse_allreduce_async
+from wfbp.torch.operands import perform
 
 
 def parameters(form: Form) -> Parameters:
@@ -27,5 +27,5 @@ _EXAMPLES = {
 2""",
 }
 
-__all__ = [*forms.FORMS, "sparse_allreduce_async"]
+__all__ = [*forms.FORMS]
 globals().update(forms.make_functions(__name__, parameters, perform, "", _EXAMPLES))

@@ -1,6 +1,6 @@
 """Written by ``python -m tests.support.stubs``: do not edit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import overload
 
 import torch
@@ -10,12 +10,6 @@ from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch.compression import Compression, Compressor
 
-def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: Op = Op.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-) -> Callable[[], torch.Tensor]: ...
 def allreduce(
     tensor: torch.Tensor,
     name: str | None = None,

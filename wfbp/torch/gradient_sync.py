@@ -338,10 +338,8 @@ class OptimizerSync:
         self._sparse[index] = grad
         return True
 
-    def _close(self, whole: bool, wanted: bool = False) -> list[BufferView | None]:
+    def _close(self, whole: bool) -> list[BufferView | None]:
         """Close the step, wait, and let ``p.grad`` be the reduced gradients, except of shards."""
-        # Whole gradients are for the optimizer if ``whole``, equal on every rank; if ``wanted``,
-        # for this rank's program.
         reducer = self.reducer
         if self.successor:
             raise RuntimeError(
@@ -359,11 +357,12 @@ class OptimizerSync:
             self._views_of = reducer.num_installed
             self._views = [None] * len(self._params)
             self._moved = [{} for _ in self._params]
-        for index in range(len(self._params)):
-            self._keep_sparse(index)
+        for index, announced in enumerate(self._guard.grads):
+            if announced is None or index in self._sparse:
+                self._keep_sparse(index)
         sparse = dict(self._sparse)
         reducer.sparse = sorted(sparse)
-        reduced = reducer.synchronize(whole, wanted)
+        reduced = reducer.synchronize(whole)
         self._sparse.clear()
         self._unsent.clear()
         self._guard.clear()
@@ -433,11 +432,11 @@ class OptimizerSync:
 
     # Steps.
 
-    def reduce(self, wanted: bool = False) -> None:
-        """Close the step and wait for averages, whole ones if ``wanted`` by the program."""
+    def reduce(self, whole: bool = False) -> None:
+        """Close the step and wait for averages, whole ones if any rank needs these."""
         if self.reducer.decoupled:
             self.update.pending.wait_all()
-        reduced = self._close(whole=False, wanted=wanted)
+        reduced = self._close(whole)
         shards = any(slot is not None and not slot.whole for slot in reduced)
         self.held = reduced if shards else None
         self._is_clipped = False
@@ -448,8 +447,7 @@ class OptimizerSync:
         if self.held is None:
             self.reducer.place = place
             try:
-                # Other ranks may have called step(), which needs none.
-                whole = self._close(whole=False, wanted=True)
+                whole = self._close(whole=True)
             finally:
                 self.reducer.place = 0
         else:

@@ -15,7 +15,7 @@ import torch
 
 from wfbp.comm.arrays import Buffer, word_dtype
 from wfbp.core.types import Op
-from wfbp.runtime.collectives import api, operands
+from wfbp.runtime.collectives import operands
 from wfbp.runtime.collectives.coordinator import Kind, Request
 from wfbp.runtime.collectives.forms import FORMS, Form
 from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
@@ -177,57 +177,3 @@ class Connect(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         result = ctx.gradient(grad)
         return (result if ctx.needs_input_grad[0] else None), None, None, None
-
-
-def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: Op = Op.AVERAGE,
-    process_set: ProcessSet = global_process_set,
-) -> Callable[[], torch.Tensor]:
-    """Begin to combine a sparse tensor by gathering its indices and values.
-
-    Args:
-        tensor: sparse (COO), of the same shape on every rank.
-        name: matches the operations of ranks.
-        op: ``Average`` or ``Sum``.
-        process_set: the ranks that take part.
-
-    Returns:
-        A function that waits and returns the sparse result, not coalesced.
-
-    Raises:
-        ValueError: another ``op``, or a tensor that is not sparse.
-        DisagreementError: from that function, on every rank, if ranks' tensors differ in shape,
-            sparse dimensions or element type.
-    """
-    if op not in (Op.AVERAGE, Op.SUM):
-        raise ValueError(f"op is {op}; sparse tensors are combined by {Op.AVERAGE} or {Op.SUM}")
-    if tensor.layout is not torch.sparse_coo:
-        raise ValueError(f"expected a sparse tensor (COO), found {tensor.layout}")
-    called = (
-        f"sparse_allreduce of {tensor.dtype} of shape {tuple(tensor.shape)} with "
-        f"{tensor.sparse_dim()} sparse dimensions, op={op}"
-    )
-    parts = {"indices": tensor._indices().t().contiguous(), "values": tensor._values()}
-    both = api.current("sparse_allreduce_async()").submit(
-        [
-            operands.make_operation(
-                Kind.ALLGATHER,
-                operand_of(part),
-                f"{name}.{kind}" if name else None,
-                process_set,
-                called=called,
-            )
-            for kind, part in parts.items()
-        ]
-    )
-    shape = tensor.shape
-
-    def wait() -> torch.Tensor:
-        where, what = api.synchronize(both)
-        if op is Op.AVERAGE:
-            what = what / process_set.size()
-        return torch.sparse_coo_tensor(where.t(), what, shape, check_invariants=False)
-
-    return wait

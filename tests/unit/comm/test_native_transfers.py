@@ -98,15 +98,13 @@ def test_what_has_arrived_is_combined_and_sent_on(mpi: FakeMpi) -> None:
 
 
 def test_a_request_of_the_library_is_adopted(mpi: FakeMpi) -> None:
-    """What has arrived is averaged; transfers that are over are counted."""
+    """Transfers that are over are counted."""
     transfers = native.Transfers(**mpi.told)
     data = np.zeros(2, np.float32)
     transfers.begin(mpi.comm, 0, [(data, 1, True)])
-    adopted = transfers.adopt(mpi.new_request(), "float32", "sum", 4.0, [([data], data)])
+    adopted = transfers.adopt(mpi.new_request())
     mpi.end(1)
-    data[:] = 2.0, 6.0
     assert (transfers.progress(), transfers.num_over, adopted.done) == (1, 1, True)
-    assert data.tolist() == [0.5, 1.5]
     mpi.end(0)
     assert (transfers.progress(), transfers.num_over) == (1, 2)
 

@@ -32,10 +32,6 @@ class DeviceWork(Work[None]):
         """Advance the host's part; True once later work on the stream finds the result. After
         ``BackendError``, because the library below failed, the work is over."""
 
-    @property
-    def result(self) -> None:
-        return None
-
 
 class DeviceBackend(Backend):
     """A backend of device buffers; every collective returns a :class:`DeviceWork`. Collectives are

@@ -37,8 +37,7 @@ class TakenError(WfbpError):
 class CommunicationThread:
     """Runs collectives and lanes on one backend.
 
-    Other threads may call :meth:`post`, :meth:`call`, :meth:`await_reply` and :meth:`stop`;
-    everything else needs the progress lock.
+    Other threads may call all public methods; those of the loop need the progress lock.
 
     Two locks: every call of the loop holds ``_progress_lock``. A training thread that drives makes
     many such calls, and keeps ``_driver_lock`` between them; the communication thread waits for
