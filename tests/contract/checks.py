@@ -179,11 +179,11 @@ def check_100_mb_of_halves(backend: Backend) -> None:
 
 def check_several_chunks(backend: Backend) -> None:
     """Operations that a large message must not mix up with a sum."""
-    numel = 5_000_011
     for dtype, op in (
         *((dtype, op) for dtype in ("float32", "bfloat16", "int32") for op in (Op.MIN, Op.MAX)),
         *((dtype, Op.AVERAGE) for dtype in INTEGERS),
     ):
+        numel = 9_000_011 // ITEM_BYTES[dtype]
         periods = [contribution(rank, 997, dtype) for rank in range(backend.size)]
         want = np.resize(expected(periods, dtype, op), numel)
         for own in (False, True):
@@ -259,12 +259,12 @@ def check_reduce_scatter(backend: Backend) -> None:
 
 def check_reduce_scatter_and_all_gather(backend: Backend) -> None:
     """Together they are an all-reduce; in many chunks, in place, and around nothing else."""
-    numel = 6_000_001 * backend.size
+    numel = 2_500_001 * backend.size
     whole = np.full(numel + 2, 7, np.float32)
     data = whole[1:-1]
     period = np.arange(1021, dtype=np.float32)
     data[:] = np.resize(period + backend.rank, numel)
-    counts = [4 * 6_000_001] * backend.size
+    counts = [4 * 2_500_001] * backend.size
     wait(backend.reduce_scatter(data, counts, "float32", Op.AVERAGE), timeout_s=TIMEOUT_S)
     wait(backend.all_gather(data, counts), timeout_s=TIMEOUT_S)
     want = period + np.float32((backend.size - 1) / 2)
@@ -285,7 +285,7 @@ def check_reduce_scatter_rejects(backend: Backend) -> None:
 
 def check_broadcast(backend: Backend) -> None:
     for root in range(backend.size):
-        for numel in (0, 1, 1001, 6_000_001):
+        for numel in (0, 1, 1001, 2_500_001):
             want = np.random.default_rng(root).integers(0, 256, numel, np.uint8)
             data = want.copy() if backend.rank == root else np.zeros(numel, np.uint8)
             wait(backend.broadcast(data, root), timeout_s=TIMEOUT_S)

@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).with_name("mpi_program.py")
     [
         (1, "mpich"),
         pytest.param(2, "mpich", marks=pytest.mark.quick),
-        (3, "mpich"),
+        pytest.param(3, "mpich", marks=pytest.mark.long),
         (4, "mpich"),
         # What is sent to whom does not depend on the library: a pair, and more.
         pytest.param(2, "openmpi", marks=pytest.mark.quick),

@@ -76,7 +76,7 @@ def test_the_notebook_was_executed(site: Path) -> None:
     assert text.count("<img alt=") + text.count("<img src=") >= 2
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.long)])
 def test_pages_fit(width: int, site: Path, tmp_path: Path) -> None:
     """Nothing is wider than the window, and pictures are there and large enough to be read."""
     pages = {

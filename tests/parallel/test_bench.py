@@ -77,6 +77,7 @@ def test_a_contestant_that_trains_something_else_is_told(mpirun: Mpirun, tmp_pat
     assert "wfbp-layerwise trains something else than mpi-per-tensor" in run.stderr, run
 
 
+@pytest.mark.long
 def test_peers_are_compared(tmp_path: Path) -> None:
     """The command of the front page's table, on the smallest model and in shared memory alone."""
     files = [tmp_path / name for name in ("samples.json", "table.md", "picture.svg")]

@@ -35,12 +35,14 @@ def test_collective_on_three_ranks(job: Job, name: str) -> None:
     job.passes(name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in WHOLE if name != LIMIT])
 @pytest.mark.parametrize("job", [Job("torch/program", 4, "overlap")], ids=str)
 def test_reducer_on_four_ranks(job: Job, name: str) -> None:
     job.passes(name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [LIMIT])
 @pytest.mark.parametrize("job", [Job("torch/program", 2, "overlap")], ids=str)
 def test_the_limit_of_communicators(job: Job, name: str) -> None:

@@ -58,7 +58,12 @@ def accuracies(output: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("size", "schedule"), [(size, name) for size, names in SCHEDULES.items() for name in names]
+    ("size", "schedule"),
+    [
+        pytest.param(size, name, marks=[pytest.mark.long] * (size > 2))
+        for size, names in SCHEDULES.items()
+        for name in names
+    ],
 )
 def test_digits(size: int, schedule: str) -> None:
     """At four ranks the same global batches are split otherwise."""

@@ -33,7 +33,7 @@ def bits(
     return digests
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, 5])
+@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.long) for n in (2, 3)), 5])
 def test_schedules_and_ways(ranks: int) -> None:
     assert bits(ranks) == bits(ranks, env=MESSAGES)
 

@@ -40,7 +40,13 @@ def test_operation(job: Job, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "name"), [(job, name) for job, names in FURTHER_JOBS.items() for name in names], ids=str
+    ("job", "name"),
+    [
+        pytest.param(job, name, marks=[pytest.mark.long] * (job.ranks > 3))
+        for job, names in FURTHER_JOBS.items()
+        for name in names
+    ],
+    ids=str,
 )
 def test_what_is_sent(job: Job, name: str) -> None:
     job.passes(name)

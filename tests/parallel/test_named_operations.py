@@ -26,7 +26,10 @@ def test_named_operation(job: Job, name: str) -> None:
     job.passes(name)
 
 
-@pytest.mark.parametrize(("ranks", "mpi"), [(1, "mpich"), (2, "mpich"), (2, "openmpi")])
+@pytest.mark.parametrize(
+    ("ranks", "mpi"),
+    [pytest.param(1, "mpich", marks=pytest.mark.long), (2, "mpich"), (2, "openmpi")],
+)
 def test_a_program_written_for_horovod(ranks: int, mpi: str, tmp_path: Path) -> None:
     script = PROGRAMS / "torch" / "horovod_script.py"
     kind = None if mpi == "mpich" else "torch"
