@@ -144,6 +144,18 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/reducer.py",
+        "        whole = result.whole\n",
+        "",
+        unit("runtime/test_decoupled_reductions"),
+    ),
+    Mutation(
+        "runtime/progress/fetching.py",
+        "if store is not None and store.published is not published:",
+        "if store is None:",
+        unit("runtime/test_fetching"),
+    ),
+    Mutation(
+        "runtime/reducer.py",
         "if owner != index and specs[index].numel:",
         "if owner == index and specs[index].numel:",
         unit("runtime/test_reductions"),
@@ -297,6 +309,12 @@ TORCH = [
         "_storage_uses(s.cdata) != _USES_OF_TWO",
         "_storage_uses(s.cdata) > _USES_OF_TWO + 9",
         unit("torch/test_pending"),
+    ),
+    Mutation(
+        "torch/pending.py",
+        "            if index not in self._left:  # a",
+        "            if False:  # a",
+        ("tests/parallel/test_signals.py", "-k", "2-mpich-handlers that read"),
     ),
     Mutation(
         "torch/clipping.py",
