@@ -314,7 +314,7 @@ TORCH = [
         "torch/pending.py",
         "            if index not in self._left:  # a",
         "            if False:  # a",
-        ("tests/parallel/test_signals.py", "-k", "2-mpich-handlers that read"),
+        ("tests/parallel/test_signals.py", "-k", "2-mpich and read"),
     ),
     Mutation(
         "torch/clipping.py",

@@ -69,7 +69,7 @@ class Updater(Trainer):
 def test_random_programs(
     size: int, sizes: list[int], schedule: str, op: Op, wire: str, seed: int
 ) -> None:
-    """Any tensors in any order, read in any order, discarded, missing; whole if any rank needs that.
+    """Any tensors in any order, read in any order, discarded, missing; whole if a rank needs that.
 
     Compressed, the averages of whole numbers are rounded once.
     """
