@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,32 @@ def test_detail_compares_all_operations_without_shared_memory(tmp_path: Path) ->
         "types and sizes"
     )
     assert texts == texts[:1] * 3
+
+
+RENDEZVOUS = """
+import os, sys
+import torch, torch.distributed as dist
+import wfbp
+def average(backend):
+    dist.init_process_group(backend)
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [dist.get_world_size()] * 2
+    dist.destroy_process_group()
+average("wfbp")
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], RANK=str(wfbp.rank()))
+os.environ["WORLD_SIZE"] = str(wfbp.size())
+average("wfbp")
+average("gloo")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_meet_by_mpi_or_by_variables(ranks: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    run = mpirun(ranks, "-c", RENDEZVOUS, port, preloaded="torch")
+    assert run.rc == 0, run
 
 
 SAME_STORE = """

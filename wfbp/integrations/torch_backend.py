@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from wfbp.comm.mpi.start_notice import under_launcher
+from wfbp.comm.mpi.start_notice import is_alone_to_tell
 
 
 def register() -> None:
@@ -18,20 +18,20 @@ def register() -> None:
 
     if not dist.is_available():
         return
-    from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+    from torch.distributed.rendezvous import _env_rendezvous_handler, _rendezvous_handlers
 
     if "WFBP" in dist.Backend._plugins:
         return
     dist.Backend.register_backend("wfbp", _create, extended_api=True, devices=["cpu"])
-    of_torch = handlers["env"]
 
     def by_environment(url: str, **options: Any) -> Any:
-        if not under_launcher():
-            return of_torch(url, **options)
+        if not is_alone_to_tell(url):
+            return _env_rendezvous_handler(url, **options)
         import_module("wfbp.torch.distributed")  # which puts its own handler here
-        return handlers["env"](url, **options)
+        return _rendezvous_handlers["env"](url, **options)
 
-    handlers["env"] = by_environment
+    if "wfbp" not in _rendezvous_handlers:
+        _rendezvous_handlers["env"] = by_environment
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:

@@ -95,7 +95,7 @@ class GradientGuard:
             f"{where}backward and before it was averaged over the ranks. Call "
             "optimizer.synchronize() first, then change gradients, then step inside 'with "
             "optimizer.skip_synchronize():'; to clip, call optimizer.clip_grad_norm_() instead; to "
-            "forget gradients, optimizer.zero_grad()"
+            "forget gradients, optimizer.zero_grad(). Do not wrap the model in PyTorch's DDP"
         )
 
     def check(self, params: Sequence[torch.Tensor]) -> list[int]:
@@ -567,7 +567,7 @@ class OptimizerSync:
                     return
                 self._note_joined()
                 if reducer.evaluated:
-                    exchanges.combined_loss(reducer, None, self._op is Op.AVERAGE)
+                    exchanges.combined_loss(reducer, 0.0, self._op is Op.AVERAGE)
                 note_progress()
         finally:
             reducer.joined = self._alone = False

@@ -251,8 +251,23 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             RuntimeError: gradients were changed in place since backward.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        averaged = self._wfbp_sync is None or self._wfbp_sync.synchronize()
+        averaged = True
+        if self._wfbp_sync is not None and not self._wfbp_has_sums():
+            averaged = self._wfbp_sync.synchronize()
         self._wfbp_sync_state = SyncState.PROGRAM if averaged else SyncState.NO_GRADIENTS
+
+    def _wfbp_has_sums(self) -> bool:
+        """Whether gradients are whole sums already, which must not be added up again."""
+        sync = self._wfbp_sync
+        if (
+            sync is None
+            or self._wfbp_options.op is Op.AVERAGE
+            or self._wfbp_sync_state is not SyncState.PROGRAM
+        ):
+            return False
+        sync.check_no_new_gradients()
+        sync.update.flush()
+        return sync.held is None
 
     @_operation
     def synchronize_parameters(self) -> None:
@@ -460,6 +475,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             for grad in (p.grad for group in self.param_groups for p in group["params"]):
                 if grad is not None:
                     grad.detach().div_(sync.runtime.size)
+        self._wfbp_forget_sync()
         with torch.enable_grad():
             loss = closure()
         if sync is None:
@@ -526,6 +542,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         Those that ``named_parameters`` did not name go by their place in the optimizer.
         """
         sync = self._wfbp_sync
+        self._wfbp_check_between_steps("add_param_group()")
         if sync is not None:
             sync.update.flush()  # updates that are due are of the groups before
         count = len(self.param_groups)
@@ -539,6 +556,15 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                     del self.param_groups[count:]
                 raise
 
+    def _wfbp_check_between_steps(self, what: str) -> None:
+        sync, state = self._wfbp_sync, self._wfbp_sync_state
+        sums = state is SyncState.PROGRAM and self._wfbp_options.op is Op.SUM
+        if sync is not None and (sync.held is not None or sums):
+            raise RuntimeError(
+                f"{type(self).__name__}: {what} between clip_grad_norm_() or synchronize() and "
+                "step() would forget what these have done; call it after step() or zero_grad()"
+            )
+
     @_operation
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Have another number of ``backward()`` calls precede each step from now on.
@@ -551,6 +577,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """
         options = replace(self._wfbp_options, passes=passes)
         self._wfbp_check(options)
+        self._wfbp_check_between_steps("set_backward_passes_per_step()")
         self._wfbp_options = options
         if self._wfbp_sync is not None:
             self._wfbp_renew(self._wfbp_sync)

@@ -47,6 +47,11 @@ class Pending(nn.Parameter):
         """As ``nn.Parameter``, for code that makes another object of a parameter's type."""
         return nn.Parameter(*args, **kwargs)
 
+    def as_subclass(self, cls: Any) -> Any:
+        """As of any tensor, of values that have arrived."""
+        _await_param(self)  # from here on this is no longer its class
+        return self.as_subclass(cls)
+
     @classmethod
     def __torch_function__(
         cls,
@@ -270,9 +275,14 @@ def _before_forward(module: nn.Module, inputs: object) -> None:
 
 
 def _listen() -> None:
-    """Hear of compilations from now on; ``torch._dynamo.reset()`` makes that forgotten."""
+    """Hear of compilations from now on; ``torch._dynamo.reset()`` makes that forgotten. And of
+    calls of script functions, which read their arguments in C++."""
     from torch._dynamo import callback
 
+    script: Any = torch.jit.ScriptFunction
+    if script.__call__ is not _call_script:
+        global _script_call
+        _script_call, script.__call__ = script.__call__, _call_script
     handler: Any = callback.callback_handler
     if _compiling not in handler.start_callbacks:
         handler.register_start_callback(_compiling)
@@ -283,3 +293,12 @@ def _compiling(*_: object) -> None:
     """Before and after a compilation, whose guards compare classes."""
     for pending in list(_all):
         pending.wait_if_compiled()
+
+
+_script_call: Any = None
+
+
+def _call_script(self: object, *args: object, **kwargs: object) -> Any:
+    if under_way:
+        await_all()
+    return _script_call(self, *args, **kwargs)

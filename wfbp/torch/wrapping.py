@@ -77,7 +77,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             parameters are exact. By default gradients travel in the element type of their
             parameters.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
-        op: ``Average`` or ``Sum``.
+        op: ``Average`` or ``Sum``. Sums need gradients that are cleared before each step: what is
+            left of the step before is a sum already, and would be added up again.
         sparse_as_dense: whether sparse gradients are made dense. Otherwise they stay sparse: ranks
             exchange indices and values when the step closes. This needs a schedule of all-reduces
             (as ``SparseAdam`` has it anyway).

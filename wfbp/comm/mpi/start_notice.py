@@ -29,10 +29,17 @@ def number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None
     return int(text) if text.isdecimal() else None
 
 
-def under_launcher() -> bool:
-    """Whether the environment describes this process as one of several ranks."""
+def under_launcher(least: int = 2) -> bool:
+    """Whether the environment describes this process as a rank of ``least`` ranks or more."""
     size = number(_SIZE, os.environ)
-    return number(_RANK, os.environ) is not None and (size is None or size > 1)
+    return number(_RANK, os.environ) is not None and (size is None or size >= least)
+
+
+def is_alone_to_tell(url: str) -> bool:
+    """Whether only a launcher of MPI tells this rank, and not PyTorch's ``env://`` variables."""
+    has_address = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    is_told = has_address and ("RANK" in os.environ or "rank=" in url)
+    return under_launcher(least=1) and not is_told
 
 
 def main() -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed.rendezvous import _rendezvous_handlers
+from torch.distributed.rendezvous import _env_rendezvous_handler, _rendezvous_handlers
 
-from wfbp.comm.mpi.start_notice import under_launcher
+from wfbp.comm.mpi.start_notice import is_alone_to_tell
 from wfbp.errors import BackendError
 from wfbp.launcher.hosts import interfaces
 from wfbp.runtime import process
@@ -28,18 +27,14 @@ def register() -> bool:
     is done already."""
     if "wfbp" in _rendezvous_handlers:
         return False
-    of_torch = _rendezvous_handlers["env"]
     _rendezvous_handlers["wfbp"] = _over_mpi
-    _rendezvous_handlers["env"] = lambda url, **options: _by_environment(of_torch, url, **options)
+    _rendezvous_handlers["env"] = _by_environment
     return True
 
 
-def _by_environment(of_torch: Callable[..., Found], url: str, **options: Any) -> Found:
-    has_address = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
-    is_told = has_address and ("RANK" in os.environ or "rank=" in url)
-    if is_told or not under_launcher():
-        return of_torch(url, **options)
-    return _over_mpi(url, **options)
+def _by_environment(url: str, **options: Any) -> Found:
+    handle = _over_mpi if is_alone_to_tell(url) else _env_rendezvous_handler
+    return handle(url, **options)
 
 
 def _over_mpi(_: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> Found:

@@ -68,6 +68,15 @@ def transformed(params: List) -> List:
     return [torch.func.grad(lambda q, p=p: (q * p).sum())(one) for p, one in rows]
 
 
+def double(value: torch.Tensor) -> torch.Tensor:
+    return value * 2.0
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    doubled = torch.jit.script(double)
+
+
 READS: list[Callable[[List, nn.Module, List], Any]] = [
     lambda params, model, kept: [p.detach().clone() for p in params],
     lambda params, model, kept: [p.data.clone() for p in reversed(params)],
@@ -80,6 +89,8 @@ READS: list[Callable[[List, nn.Module, List], Any]] = [
     lambda params, model, kept: [torch.func.grad(lambda q: (q * q).sum())(p) for p in params],
     lambda params, model, kept: transformed(params),
     lambda params, model, kept: in_modes(params),
+    lambda params, model, kept: [doubled(p).detach() for p in params],
+    lambda params, model, kept: [p.as_subclass(torch.Tensor).detach().clone() for p in params],
     lambda params, model, kept: [Memory.apply(p, a) for p, a in zip(params, kept[0], strict=True)],  # type: ignore[no-untyped-call]
 ]
 

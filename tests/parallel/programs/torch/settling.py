@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,49 @@ def gradients_after_averaging_are_an_error() -> None:
             square(model, wfbp.rank(), step)
             optimizer.step()
             optimizer.zero_grad()
+
+
+@check
+def sums_are_added_up_once() -> None:
+    for clips in (False, True):
+        model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
+        reference.load_state_dict(model.state_dict())
+        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Sum)
+        plain = momentum(reference.parameters())
+        for step in range(9):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            if clips:
+                optimizer.clip_grad_norm_(0.01)
+            optimizer.synchronize()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            averaged(reference, square, step, wfbp.size())
+            for p in reference.parameters():
+                assert p.grad is not None
+                p.grad *= wfbp.size()
+            if clips:
+                nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+            plain.step()
+            compare(model, reference, f"step {step}", 1e-12)
+
+
+@check
+def changes_between_averaging_and_stepping_are_errors() -> None:
+    """They would forget that gradients were clipped, or add up sums again."""
+    for act in (
+        lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]}),
+        lambda o: o.set_backward_passes_per_step(2),
+    ):
+        model = mlp(5, 7, 3)
+        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Sum)
+        square(model, wfbp.rank(), 0)
+        optimizer.clip_grad_norm_(0.1)
+        if wfbp.size() > 1:
+            raises(RuntimeError, "call it after step()", act=partial(act, optimizer))
+        optimizer.step()
+        act(optimizer)
 
 
 @check

@@ -205,6 +205,30 @@ def closures_of_unequal_number() -> None:
 
 
 @check
+def losses_beside_ranks_that_have_joined() -> None:
+    """Averaged as the gradients are, over all ranks."""
+    rank, size = wfbp.rank(), wfbp.size()
+    model, _ = pair()
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule="layerwise")
+
+    def loss(step: int, rank: int) -> torch.Tensor:
+        return model(data(step, rank, 4, 5)).square().mean()
+
+    for step in range(1 + rank):
+        with torch.no_grad():
+            wanted = sum(loss(step, other) for other in range(step, size)) / size
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            mine = loss(step, rank)
+            mine.backward()
+            return mine
+
+        same(optimizer.step(evaluate), torch.as_tensor(wanted), f"step {step}", 1e-12)
+    assert wfbp.join() == size - 1
+
+
+@check
 def sparse_gradients_of_unequal_number() -> None:
     rank, size = wfbp.rank(), wfbp.size()
     layer = torch.nn.Embedding(4, 2, sparse=True)
