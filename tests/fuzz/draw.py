@@ -358,7 +358,8 @@ class _Drawing:
             forward = chance.choice(["functional", "twice"])
             if forward == "functional" and kinds & {"lstm", "gru", "tied", "old weight norm"}:
                 forward = "call"
-        saliency = self.zero != "model zeros" and self.likely(0.08)
+        # (An optimizer's own method would average these gradients, which late hooks have changed.)
+        saliency = self.zero != "model zeros" and self.likely(0.08) and not self.hooked
         read = chance.choice(("norm",) if kept else _READS) if self.likely(0.25) else ""
         step = replace(step, forward=forward, read=read, saliency=saliency)
         apart = len({self.optimizers[j].model for j in which}) == count > 1

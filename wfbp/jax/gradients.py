@@ -395,3 +395,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return result
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _forget_programs(runtime: Runtime) -> None:
+    """Programs traced on one rank exchange nothing, and the next runtime may have more."""
+    if runtime.size == 1:
+        jax.clear_caches()
+
+
+process.before_end(_forget_programs)

@@ -11,7 +11,7 @@ side effects of imports in the package:
 * ``import torch`` calls ``wfbp.integrations.torch_backend`` by an entry point, which registers the
   backend ``wfbp``; ``wfbp.torch.distributed`` serves ``wfbp://`` and ``env://`` and replaces two
   functions of ``torch.distributed``.
-* ``wfbp.jax`` registers primitives with JAX.
+* ``wfbp.jax`` registers primitives with JAX, and forgets programs of one rank in ``shutdown()``.
 * ``wfbp.horovod.torch`` (``adasum``) is told when ``join()`` ends.
 * ``wfbp.horovod.search_path`` is put on ``sys.path`` by ``python -m wfbp.horovod`` alone; importing
   ``horovod`` from there makes ``wfbp.horovod`` replace it.

@@ -354,6 +354,24 @@ def test_who_waits_beside_a_driver_counts_no_time_of_a_suspended_job(
                 thread.await_reply(Late(), "an answer")
 
 
+def test_who_waits_beside_a_driver_waits_as_long_as_that_drives(make: Make) -> None:
+    """What is overdue, the loop finds; a process group may have a longer limit."""
+    thread = make(timeout_s=1.0)
+
+    class Late(Reply[int]):
+        looks = 0
+
+        def wait(self, timeout_s: float) -> bool:
+            self.looks += 1
+            thread.loop.num_passes += 1
+            if self.looks > 1000:  # as after 100 s
+                self.put(7)
+            return self.looks > 1000
+
+    with thread._driver_lock:
+        assert thread.await_reply(Late(), "an answer") == 7
+
+
 # Errors.
 
 

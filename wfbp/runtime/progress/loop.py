@@ -133,6 +133,7 @@ class ProgressLoop:
         self.ended: set[int] = set()  # ranks that announced an exit or a failure
         self.num_waiting = 0  # training threads that wait now
         self.num_waits = 0  # begun so far
+        self.num_passes = 0  # of progress()
         self.awaited: Reply[Any] = Reply()
         self.waiting_threads: set[int] = set()  # idents of threads that ever waited
         self.is_awaited: Callable[[], bool] = lambda: False
@@ -158,6 +159,7 @@ class ProgressLoop:
 
     def progress(self, urgent: bool) -> float:
         """Move everything on once, for a blocked thread if ``urgent``; returns a nap in seconds."""
+        self.num_passes += 1
         try:
             progressed = bool(self.messages)
             while self.messages:

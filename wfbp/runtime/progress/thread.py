@@ -188,9 +188,12 @@ class CommunicationThread:
 
     def _await_driver(self, reply: Reply[Any], label: str, since: float) -> bool:
         """Wait while another training thread drives, and moves this one's work on, too."""
-        waited_s = 0.0  # without time for which the job may have been suspended
+        # Since anybody drove, and without time for which the job may have been suspended.
+        waited_s, passes = 0.0, self.loop.num_passes
         while not reply.wait(_REPLY_POLL_S):
             waited_s += _REPLY_POLL_S
+            if passes != self.loop.num_passes:  # what is overdue, the loop finds
+                waited_s, passes = 0.0, self.loop.num_passes
             if self.error is not None:
                 raise self.error
             if signals.overdue(since):

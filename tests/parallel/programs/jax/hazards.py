@@ -40,6 +40,20 @@ def mean(params: Any, number: int, rows: int = 6) -> Any:
 
 
 @check
+def programs_of_one_rank_are_traced_again() -> None:
+    """Else a program that was traced alone would never exchange anything."""
+    usual, number = process.current("the check").config, wfbp.rank()
+    size = wfbp.size()
+    step = jax.jit(wfbp.grad(lambda w: w * (1.0 + number)))
+    wfbp.shutdown()
+    wfbp.init(comm=[number], config=usual)
+    assert float(step(0.0)) == 1.0 + number
+    wfbp.shutdown()
+    wfbp.init(config=usual)
+    assert float(step(0.0)) == (size + 1) / 2
+
+
+@check
 def gradients_leave_while_backward_computes() -> None:
     """By what the runtime records: some message starts before the last gradient exists."""
     usual = process.current("the check").config
