@@ -177,7 +177,12 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
         if group is not None:
             raise ValueError("WfbpStrategy gathers from all ranks; it knows no process groups")
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-            return wfbp.allgather(tensor.unsqueeze(0))
+            gathered = wfbp.allgather(tensor.unsqueeze(0))
+        if gathered.requires_grad:
+            # Lightning's contract is the sum of the ranks' gradients; backward averages them.
+            hooked: Any = gathered
+            hooked.register_hook(lambda grad: grad * wfbp.size())
+        return gathered
 
     def barrier(self, name: str | None = None) -> None:
         wfbp.barrier()

@@ -18,6 +18,14 @@ from wfbp.integrations.lightning import WfbpStrategy
 
 NUM_SAMPLES = 40
 BATCH = 8  # of all ranks together: with two ranks five batches, so the last step has one of two
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Model(lightning.LightningModule):
@@ -54,15 +62,7 @@ def trained(strategy: Any, batch: int, folder: Path, adam: bool, **options: Any)
     part = {"num_replicas": wfbp.size(), "rank": wfbp.rank(), "shuffle": False}
     sampler = DistributedSampler(data, **part) if strategy is WfbpStrategy else None
     loader = DataLoader(data, batch_size=batch, sampler=sampler)
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        **options,
-    }
+    quiet = {**QUIET, **options}
     path = folder / f"{wfbp.rank()}.ckpt"
     trainer = lightning.Trainer(strategy=strategy(), max_epochs=2, **quiet)
     seed = wfbp.rank() if strategy is WfbpStrategy else 0
@@ -78,6 +78,28 @@ def trained(strategy: Any, batch: int, folder: Path, adam: bool, **options: Any)
     wfbp.barrier()
     parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
     return parameters, trainer.callback_metrics["loss"]
+
+
+class Contrastive(Model):
+    """Compares the rows of this rank with the rows of all."""
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        outputs = self.net(batch[0])
+        return (outputs @ self.all_gather(outputs, sync_grads=True).flatten(0, 1).T).square().mean()
+
+
+def gathered_with_gradients() -> None:
+    """The gradient equals that of a single process with the whole batch."""
+    data = TensorDataset(torch.randn(8, 6, generator=torch.Generator().manual_seed(1)))
+    module, expected = Contrastive(0, adam=False), Model(0, adam=False)
+    trainer = lightning.Trainer(strategy=WfbpStrategy(), max_steps=1, **QUIET)
+    part = DistributedSampler(data, wfbp.size(), wfbp.rank(), shuffle=False)
+    trainer.fit(module, DataLoader(data, batch_size=8 // wfbp.size(), sampler=part))
+    outputs = expected.net(data.tensors[0])
+    (outputs @ outputs.T).square().mean().backward()
+    torch.optim.SGD(expected.parameters(), lr=0.2).step()
+    for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def single() -> SingleDeviceStrategy:
@@ -113,6 +135,7 @@ def main(folder: Path) -> None:
         torch.testing.assert_close(loss, expected_loss, rtol=1e-4, atol=1e-5)
         if wfbp.rank() == 0:
             print(f"same: {name}", flush=True)
+    gathered_with_gradients()
     strategy = WfbpStrategy()
     assert strategy.reduce(torch.tensor(wfbp.rank())).item() == (wfbp.size() - 1) / 2
     assert strategy.reduce_boolean_decision(wfbp.rank() == 0, all=False)
