@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -80,6 +81,53 @@ def trained(strategy: Any, batch: int, folder: Path, adam: bool, **options: Any)
     return parameters, trainer.callback_metrics["loss"]
 
 
+class Measured(Model):
+    """Logs metrics of values that fall on rank 0 and rise on the others."""
+
+    def __init__(self) -> None:
+        super().__init__(0, adam=False)
+        self.mean = torchmetrics.MeanMetric()
+        self.values = torchmetrics.CatMetric()
+
+    def on_train_start(self) -> None:
+        self.late = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        value = float(self.current_epoch + 1) * (-3 if wfbp.rank() == 0 else 1)
+        for metric in (self.mean, self.late):
+            metric.update(value)
+        self.values.update(torch.full((1 + wfbp.rank(),), value))
+        self.log_dict({"mean": self.mean, "late": self.late})
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen = self.values.compute().tolist()
+        self.values.reset()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "mean"},
+        }
+
+
+def measured() -> None:
+    """Metrics combine the values of all ranks, so that learning rates agree."""
+    data = TensorDataset(torch.zeros(2, 6), torch.zeros(2, dtype=torch.long))
+    module, size = Measured(), wfbp.size()
+    trainer = lightning.Trainer(
+        strategy=WfbpStrategy(), max_epochs=3, num_sanity_val_steps=0, **QUIET
+    )
+    trainer.fit(module, DataLoader(data), DataLoader(data))
+    for name in ("mean", "late"):
+        assert trainer.callback_metrics[name].item() == 3.0 * (size - 4) / size
+    batches = 2 // size
+    expected = [[-9.0 if rank == 0 else 3.0] * (1 + rank) * batches for rank in range(size)]
+    assert module.seen == [value for row in expected for value in row], module.seen
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1.0
+
+
 class Contrastive(Model):
     """Compares the rows of this rank with the rows of all."""
 
@@ -135,6 +183,7 @@ def main(folder: Path) -> None:
         torch.testing.assert_close(loss, expected_loss, rtol=1e-4, atol=1e-5)
         if wfbp.rank() == 0:
             print(f"same: {name}", flush=True)
+    measured()
     gathered_with_gradients()
     strategy = WfbpStrategy()
     assert strategy.reduce(torch.tensor(wfbp.rank())).item() == (wfbp.size() - 1) / 2
