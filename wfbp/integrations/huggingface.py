@@ -289,3 +289,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.control.should_log:
             tr_loss.copy_(wfbp.allreduce(tr_loss))
         super()._maybe_log_save_evaluate(tr_loss, *others, **named)
+
+    def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        """Save, and wait for rank 0, which alone knows the checkpoints that exist."""
+        super()._save_checkpoint(*arguments, **named)
+        best = wfbp.broadcast_object(self.state.best_model_checkpoint, 0)
+        self.state.best_model_checkpoint = best
+
+    def _load_best_model(self) -> None:
+        """Load the best model; ranks that do not share rank 0's disk receive its parameters."""
+        super()._load_best_model()
+        wfbp.broadcast_parameters(self.model.state_dict(), root_rank=0)

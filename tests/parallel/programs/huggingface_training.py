@@ -169,9 +169,9 @@ def utilities() -> None:
 
 
 def with_trainer(folder: Path) -> None:
-    def trainer(epochs: int, seed: int) -> Trainer:
+    def trainer(epochs: int, seed: int, name: str = "trainer", **options: Any) -> Trainer:
         arguments = TrainingArguments(
-            output_dir=str(folder / "trainer"),
+            output_dir=str(folder / name),
             use_cpu=True,
             per_device_train_batch_size=BATCH // wfbp.size(),
             gradient_accumulation_steps=PASSES,
@@ -185,8 +185,10 @@ def with_trainer(folder: Path) -> None:
             logging_steps=1,
             disable_tqdm=True,
             wfbp_schedule="hybrid",
+            **options,
         )
-        return InOrder(model=Model(seed), args=arguments, train_dataset=Rows())
+        data = {"train_dataset": Rows(), "eval_dataset": Rows()}
+        return InOrder(model=Model(seed), args=arguments, **data)
 
     first = trainer(1, wfbp.rank())
     first.train()
@@ -205,6 +207,16 @@ def with_trainer(folder: Path) -> None:
     assert all(row == losses for row in wfbp.allgather_object(losses))
     assert first.optimizer.optimizer.report()["steps"] == 3  # five batches, two to a step
     rank_0_first(first.args.main_process_first, folder / "trainer first")
+    best = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "epoch",
+        "metric_for_best_model": "loss",
+    }
+    third = trainer(2, wfbp.rank(), "best", **best)
+    third.train()
+    paths = wfbp.allgather_object(third.state.best_model_checkpoint)
+    assert paths == [str(folder / "best" / "checkpoint-6")] * wfbp.size(), paths
+    assert torch.equal(flat(third.model), wfbp.broadcast(flat(third.model), 0))
 
 
 class InOrder(Trainer):
@@ -212,6 +224,10 @@ class InOrder(Trainer):
 
     def _get_train_sampler(self, *unused: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def _save(self, *arguments: Any, **options: Any) -> None:
+        time.sleep(0.1)  # rank 0 alone writes models; others must wait for it
+        super()._save(*arguments, **options)
 
 
 def main(folder: Path) -> None:
