@@ -1,8 +1,8 @@
 """Accelerate's ``Accelerator`` and Transformers' ``Trainer``, for jobs that ``mpirun`` starts.
 
 Accelerate learns its rank and the number of ranks, so that it divides data and rank 0 writes files.
-It must not learn that they are distributed, or it would set up ``torch.distributed``. Methods of
-:class:`Accelerator` do all communication.
+It must not learn that they are distributed, or it would set up ``torch.distributed``. This file
+therefore replaces its functions that communicate.
 
 Example:
     A program that ``wfbprun -n 4 python train.py`` starts on several ranks::
@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,11 @@ import torch
 try:
     import accelerate
     import transformers
+    from accelerate.data_loader import SeedableRandomSampler, get_sampler
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, recursively_apply
+    from accelerate.utils import operations as of_accelerate
+    from accelerate.utils import random as random_of_accelerate
     from accelerate.utils.operations import find_batch_size, is_torch_tensor
 except ImportError as error:
     raise ImportError(
@@ -36,7 +40,7 @@ __all__ = ["Accelerator", "Trainer", "TrainingArguments"]
 
 
 def _tell_ranks(cpu: bool) -> None:
-    """Give Accelerate the ranks of the MPI job."""
+    """Give Accelerate the ranks of the MPI job, and functions that communicate by wfbp."""
     wfbp.init()
     if PartialState._shared_state.get("num_processes") == wfbp.size():
         return
@@ -57,6 +61,75 @@ def _tell_ranks(cpu: bool) -> None:
         local_process_index=wfbp.local_rank(),
         fork_launched=False,
     )
+    PartialState.wait_for_everyone = lambda state: wfbp.barrier()
+    # Accelerate and the program may have imported the functions by name.
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for original, ours in _REPLACEMENTS:
+            name = original.__name__
+            if names.get(name) is original:
+                setattr(module, name, ours)
+
+
+# Accelerate's functions, for tensors in lists, tuples and dicts. Without torch.distributed, its own
+# silently return the rank's own values.
+
+
+def gather(tensor: Any) -> Any:
+    def joined(part: torch.Tensor) -> torch.Tensor:
+        return wfbp.allgather(part.unsqueeze(0) if part.ndim == 0 else part)
+
+    return recursively_apply(joined, tensor, error_on_other_type=True)
+
+
+def gather_object(object: Any) -> Any:  # noqa: A002 - Accelerate's name
+    return [item for items in wfbp.allgather_object(object) for item in items]
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    def sent(part: torch.Tensor) -> torch.Tensor:
+        return wfbp.broadcast_(part, from_process)
+
+    return recursively_apply(sent, tensor, error_on_other_type=True)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    object_list[:] = wfbp.broadcast_object(object_list, from_process)
+    return object_list
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    operations = {"sum": wfbp.Sum, "mean": wfbp.Average, "max": wfbp.Max, "none": None}
+    if reduction not in operations:
+        raise ValueError(f"reduction {reduction!r} is not known; known are {', '.join(operations)}")
+    op = operations[reduction]
+
+    def combined(part: torch.Tensor) -> torch.Tensor:
+        return (part if op is None else wfbp.allreduce(part, op=op)) * scale
+
+    return recursively_apply(combined, tensor, error_on_other_type=True)
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """Let all ranks continue with the random numbers of rank 0."""
+    places = {"torch": torch.default_generator, "generator": generator}
+    place = places.get(rng_type.value)
+    if place is not None:
+        place.set_state(wfbp.broadcast(place.get_state(), 0))
+    elif rng_type.value == "cuda":
+        torch.cuda.set_rng_state(wfbp.broadcast(torch.cuda.get_rng_state(), 0))
+    else:
+        raise ValueError(f"wfbp synchronizes no random numbers of {rng_type}")
+
+
+_REPLACEMENTS: list[tuple[Any, Any]] = [
+    (of_accelerate.gather, gather),
+    (of_accelerate.gather_object, gather_object),
+    (of_accelerate.broadcast, broadcast),
+    (of_accelerate.broadcast_object_list, broadcast_object_list),
+    (of_accelerate.reduce, reduce),
+    (random_of_accelerate.synchronize_rng_state, synchronize_rng_state),
+]
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -94,6 +167,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if not evaluation_mode:
             wfbp.broadcast_parameters(prepared.state_dict(), root_rank=0)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *arguments: Any, **options: Any) -> Any:
+        prepared = super().prepare_data_loader(data_loader, *arguments, **options)
+        sampler = get_sampler(prepared)
+        if isinstance(sampler, SeedableRandomSampler):  # its epochs count from this seed
+            sampler.initial_seed = wfbp.broadcast_object(sampler.initial_seed, 0)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -138,47 +218,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for prepared in self._optimizers:
             prepared.optimizer.synchronize()
 
-    # Accelerate's interface; tensors may be in lists, tuples and dicts.
-
-    def gather(self, tensor: Any) -> Any:
-        def joined(part: torch.Tensor) -> torch.Tensor:
-            return wfbp.allgather(part.unsqueeze(0) if part.ndim == 0 else part)
-
-        return recursively_apply(joined, tensor, error_on_other_type=True)
-
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if not use_gather_object and _only_tensors(input_data):
             return super().gather_for_metrics(input_data)
-        gathered = [item for items in wfbp.allgather_object(input_data) for item in items]
+        gathered = gather_object(input_data)
         rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
         return gathered[:rest] if rest > 0 else gathered
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        operations = {"sum": wfbp.Sum, "mean": wfbp.Average, "none": None}
-        if reduction not in operations:
-            raise ValueError(f"reduction {reduction!r} is not known; known are sum, mean, none")
-        op = operations[reduction]
-
-        def combined(part: torch.Tensor) -> torch.Tensor:
-            return (part if op is None else wfbp.allreduce(part, op=op)) * scale
-
-        return recursively_apply(combined, tensor, error_on_other_type=True)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        def padded(part: torch.Tensor) -> torch.Tensor:
-            if not -part.ndim <= dim < part.ndim:
-                return part
-            shape = list(part.shape)
-            shape[dim] = max(wfbp.allgather_object(part.shape[dim])) - part.shape[dim]
-            filling = part.new_full(shape, pad_index)
-            return torch.cat([filling, part] if pad_first else [part, filling], dim)
-
-        return recursively_apply(padded, tensor, error_on_other_type=True)
-
-    def wait_for_everyone(self) -> None:
-        wfbp.barrier()
 
 
 def _only_tensors(data: Any) -> bool:
@@ -211,6 +256,10 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         super().__post_init__()
         self._n_gpu = int(self.device.type == "cuda")  # others belong to other ranks
 
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Any:
+        state = PartialState()
+        return state.local_main_process_first() if local else state.main_process_first()
+
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """Transformers' ``Trainer``, with gradients averaged over the ranks while backward computes.
@@ -240,3 +289,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.control.should_log:
             tr_loss.copy_(wfbp.allreduce(tr_loss))
         super()._maybe_log_save_evaluate(tr_loss, *others, **named)
+
+    def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        """Save, and wait for rank 0, which alone knows the checkpoints that exist."""
+        super()._save_checkpoint(*arguments, **named)
+        best = wfbp.broadcast_object(self.state.best_model_checkpoint, 0)
+        self.state.best_model_checkpoint = best
+
+    def _load_best_model(self) -> None:
+        """Load the best model; ranks that do not share rank 0's disk receive its parameters."""
+        super()._load_best_model()
+        wfbp.broadcast_parameters(self.model.state_dict(), root_rank=0)

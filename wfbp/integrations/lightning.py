@@ -15,6 +15,7 @@ try:
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
+    from torchmetrics import Metric
 except ImportError as error:
     raise ImportError(
         "wfbp.integrations.lightning needs lightning: pip install 'wfbp[lightning]'"
@@ -39,7 +40,8 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
     ``gradient_clip_val`` of the trainer clips the averaged gradients;
     ``accumulate_grad_batches`` averages once per step of the optimizer. Rank 0 broadcasts its
     parameters and writes checkpoints; samplers divide the data among the ranks. A module may have
-    several optimizers, and optimize manually. Statistics of training are in
+    several optimizers, and optimize manually. Its metrics of torchmetrics are computed from the
+    values of all ranks. Statistics of training are in
     ``trainer.strategy.optimizers[0].report()``. Precision can be ``bf16-mixed``, but not
     ``16-mixed``, which has a scaler.
 
@@ -88,6 +90,17 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
         module = self.lightning_module
         module.to(self.root_device)
         wfbp.broadcast_parameters(module.state_dict(), root_rank=0)
+        self._synchronize_metrics()
+
+    def _synchronize_metrics(self) -> None:
+        """Let the module's metrics combine ranks by wfbp instead of ``torch.distributed``."""
+        for metric in self.lightning_module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+                metric.distributed_available_fn = _has_other_ranks
+                metric.dist_sync_fn = _gather_state
+
+    # The module's own hooks run before these and may have made metrics.
+    on_train_start = on_validation_start = on_test_start = _synchronize_metrics
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -177,7 +190,12 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
         if group is not None:
             raise ValueError("WfbpStrategy gathers from all ranks; it knows no process groups")
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-            return wfbp.allgather(tensor.unsqueeze(0))
+            gathered = wfbp.allgather(tensor.unsqueeze(0))
+        if gathered.requires_grad:
+            # Lightning's contract is the sum of the ranks' gradients; backward averages them.
+            hooked: Any = gathered
+            hooked.register_hook(lambda grad: grad * wfbp.size())
+        return gathered
 
     def barrier(self, name: str | None = None) -> None:
         wfbp.barrier()
@@ -190,3 +208,21 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
             if hasattr(optimizer, "synchronize_parameters"):
                 optimizer.synchronize_parameters()
         super().teardown()
+
+
+# Metrics are pickled with these functions, so they are no methods.
+
+
+def _has_other_ranks() -> bool:
+    return wfbp.is_initialized() and wfbp.size() > 1
+
+
+def _gather_state(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Return a metric's state of each rank; shapes may differ."""
+    if group is not None:
+        raise ValueError("WfbpStrategy gathers from all ranks; it knows no process groups")
+    # A clone, because a view would be pickled with all of its storage.
+    gathered = wfbp.allgather_object(state.detach().cpu().clone())
+    everyone = [part.to(state.device) for part in gathered]
+    everyone[wfbp.rank()] = state  # which may have a gradient
+    return everyone

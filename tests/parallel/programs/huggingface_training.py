@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from accelerate.utils import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    set_seed,
+)
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import wfbp.torch as wfbp
 from wfbp.integrations.huggingface import Accelerator, Trainer, TrainingArguments
@@ -74,6 +85,12 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
 
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        # Accelerate lets rank 0 read, and sends batches to the others.
+        yield from range(12) if wfbp.rank() == 0 else range(100, 112)
+
+
 def with_accelerate(folder: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PASSES)
     assert (accelerator.num_processes, accelerator.process_index) == (wfbp.size(), wfbp.rank())
@@ -108,12 +125,53 @@ def with_accelerate(folder: Path) -> None:
     accelerator.save(state, folder / "model.pt")
     accelerator.wait_for_everyone()
     assert torch.equal(torch.load(folder / "model.pt")["net.0.weight"], state["net.0.weight"])
+    samples_divided(accelerator)
+    rank_0_first(accelerator.main_process_first, folder / "first")
+    rank_0_first(accelerator.local_main_process_first, folder / "local first")
+    utilities()
+
+
+def samples_divided(accelerator: Accelerator) -> None:
+    """Each epoch has every sample once, although the seeds of ranks differ."""
+    set_seed(42, device_specific=True)
+    for seedable in (False, True):
+        accelerator.dataloader_config.use_seedable_sampler = seedable
+        loader = accelerator.prepare(DataLoader(torch.arange(32), batch_size=4, shuffle=True))
+        first, second = (wfbp.allgather(torch.cat(list(loader))).tolist() for _ in range(2))
+        assert sorted(first) == sorted(second) == list(range(32)), (seedable, first, second)
+        assert first != second
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=2))
+    assert sorted(wfbp.allgather(torch.cat(list(loader))).tolist()) == list(range(12))
+
+
+def rank_0_first(context: Any, written: Path) -> None:
+    with context():
+        if wfbp.rank() == 0:
+            time.sleep(0.2)
+            written.touch()
+        assert written.exists()
+
+
+def utilities() -> None:
+    """Functions of ``accelerate.utils``, imported before wfbp's ``Accelerator`` was made."""
+    mine, size = wfbp.rank(), wfbp.size()
+    everyone = list(range(size))
+    assert gather(torch.tensor([mine])).tolist() == everyone
+    assert gather_object([mine]) == everyone
+    assert reduce({"a": torch.tensor(mine)}, "sum")["a"].item() == sum(everyone)
+    assert reduce(torch.tensor(mine), "max").item() == size - 1
+    assert reduce(torch.tensor(float(mine))).item() == sum(everyone) / size
+    assert broadcast([torch.tensor(mine)], from_process=1)[0].item() == 1
+    objects = [mine, "all"]
+    assert broadcast_object_list(objects, from_process=1) is objects
+    assert objects == [1, "all"]
+    assert len(pad_across_processes(torch.ones(1 + mine))) == size
 
 
 def with_trainer(folder: Path) -> None:
-    def trainer(epochs: int, seed: int) -> Trainer:
+    def trainer(epochs: int, seed: int, name: str = "trainer", **options: Any) -> Trainer:
         arguments = TrainingArguments(
-            output_dir=str(folder / "trainer"),
+            output_dir=str(folder / name),
             use_cpu=True,
             per_device_train_batch_size=BATCH // wfbp.size(),
             gradient_accumulation_steps=PASSES,
@@ -127,8 +185,10 @@ def with_trainer(folder: Path) -> None:
             logging_steps=1,
             disable_tqdm=True,
             wfbp_schedule="hybrid",
+            **options,
         )
-        return InOrder(model=Model(seed), args=arguments, train_dataset=Rows())
+        data = {"train_dataset": Rows(), "eval_dataset": Rows()}
+        return InOrder(model=Model(seed), args=arguments, **data)
 
     first = trainer(1, wfbp.rank())
     first.train()
@@ -146,6 +206,17 @@ def with_trainer(folder: Path) -> None:
     losses = [entry["loss"] for entry in first.state.log_history if "loss" in entry]
     assert all(row == losses for row in wfbp.allgather_object(losses))
     assert first.optimizer.optimizer.report()["steps"] == 3  # five batches, two to a step
+    rank_0_first(first.args.main_process_first, folder / "trainer first")
+    best = {
+        "load_best_model_at_end": True,
+        "eval_strategy": "epoch",
+        "metric_for_best_model": "loss",
+    }
+    third = trainer(2, wfbp.rank(), "best", **best)
+    third.train()
+    paths = wfbp.allgather_object(third.state.best_model_checkpoint)
+    assert paths == [str(folder / "best" / "checkpoint-6")] * wfbp.size(), paths
+    assert torch.equal(flat(third.model), wfbp.broadcast(flat(third.model), 0))
 
 
 class InOrder(Trainer):
@@ -153,6 +224,10 @@ class InOrder(Trainer):
 
     def _get_train_sampler(self, *unused: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def _save(self, *arguments: Any, **options: Any) -> None:
+        time.sleep(0.1)  # rank 0 alone writes models; others must wait for it
+        super()._save(*arguments, **options)
 
 
 def main(folder: Path) -> None:
