@@ -26,8 +26,7 @@ class Sequencer:
         """Groups of backward that may be sent before the step is closed."""
         self._gathers_ready = self._gathers_started = self._gathers_completed = self._num_gathers
         self.reduced = True
-        """Whether the step is closed, and all of its groups of backward and all earlier all-gathers
-        have completed."""
+        """Whether a closed step's groups of backward, and earlier all-gathers, have completed."""
         self.next_step()
 
     def next_step(self) -> None:

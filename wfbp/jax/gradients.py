@@ -397,10 +397,5 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _forget_programs(runtime: Runtime) -> None:
-    """Programs traced on one rank exchange nothing, and the next runtime may have more."""
-    if runtime.size == 1:
-        jax.clear_caches()
-
-
-process.before_end(_forget_programs)
+# Programs traced on one rank exchange nothing, and the next runtime may have more.
+process.before_end(lambda runtime: jax.clear_caches() if runtime.size == 1 else None)

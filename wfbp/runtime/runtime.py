@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from wfbp.comm.backend import Backend, HostBackend
@@ -43,13 +43,6 @@ _UNFINISHED = "unfinished"
 
 FORWARDING_S = 0.2
 """Time for the launcher to forward output: at an abort it may drop the rest."""
-
-
-class Releasable(Protocol):
-    """An object with buffers that are useless without other ranks."""
-
-    def release(self) -> None:
-        """Release them; nothing is sent any more."""
 
 
 class Runtime:
@@ -93,7 +86,8 @@ class Runtime:
         self._lanes: dict[int, LaneProtocol] = {}  # those in use, by the number of their backends
         # Those that cannot be freed at the end: numbers of their process sets and backends.
         self._unfinished: set[tuple[int, int]] = set()
-        self.users: WeakSet[Releasable] = WeakSet() if within is None else within.users
+        # Reducers, which shutdown() releases.
+        self.users: WeakSet[Any] = WeakSet() if within is None else within.users
         """Objects that release their buffers at :meth:`shutdown`."""
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()

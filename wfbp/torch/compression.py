@@ -8,13 +8,10 @@ import torch
 
 
 class Compressor:
-    """Turns a tensor into the one to send, and back; this one sends tensors as they are.
-
-    Named operations call it. The optimizer reads ``dtype`` alone, and casts as it packs.
-    """
+    """Turns tensors of named operations into those to send, and back; this one does nothing."""
 
     dtype: torch.dtype | None = None
-    """Floating-point tensors are sent as this type. None leaves them unchanged."""
+    """Floating-point tensors are sent as this type, or unchanged. All that the optimizer reads."""
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

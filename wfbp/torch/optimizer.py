@@ -251,19 +251,14 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             RuntimeError: gradients were changed in place since backward.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        averaged = True
-        if self._wfbp_sync is not None and not self._wfbp_has_sums():
-            averaged = self._wfbp_sync.synchronize()
+        sync = self._wfbp_sync
+        averaged = sync is None or self._wfbp_has_sums() or sync.synchronize()
         self._wfbp_sync_state = SyncState.PROGRAM if averaged else SyncState.NO_GRADIENTS
 
     def _wfbp_has_sums(self) -> bool:
         """Whether gradients are whole sums already, which must not be added up again."""
-        sync = self._wfbp_sync
-        if (
-            sync is None
-            or self._wfbp_options.op is Op.AVERAGE
-            or self._wfbp_sync_state is not SyncState.PROGRAM
-        ):
+        sync, state = self._wfbp_sync, self._wfbp_sync_state
+        if sync is None or state is not SyncState.PROGRAM or self._wfbp_options.op is Op.AVERAGE:
             return False
         sync.check_no_new_gradients()
         sync.update.flush()
