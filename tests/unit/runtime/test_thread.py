@@ -355,7 +355,7 @@ def test_who_waits_beside_a_driver_counts_no_time_of_a_suspended_job(
 
 
 def test_who_waits_beside_a_driver_waits_as_long_as_that_drives(make: Make) -> None:
-    """What is overdue, the loop finds; a process group may have a longer limit."""
+    """The loop finds what is overdue; a process group may have a longer limit."""
     thread = make(timeout_s=1.0)
 
     class Late(Reply[int]):

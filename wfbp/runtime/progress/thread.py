@@ -188,7 +188,7 @@ class CommunicationThread:
 
     def _await_driver(self, reply: Reply[Any], label: str, since: float) -> bool:
         """Wait while another training thread drives, and moves this one's work on, too."""
-        # Since anybody drove, and without time for which the job may have been suspended.
+        # Seconds without a pass of the loop, and without those of a suspended job.
         waited_s, passes = 0.0, self.loop.num_passes
         while not reply.wait(_REPLY_POLL_S):
             waited_s += _REPLY_POLL_S
