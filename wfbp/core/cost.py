@@ -244,7 +244,7 @@ class Costs:
         if operation is Operation.ALL_REDUCE:
             return self.all_reduce
         own = self.reduce_scatter if operation is Operation.REDUCE_SCATTER else self.all_gather
-        return self.all_reduce.scaled(0.5) if own is None else own
+        return _half(self.all_reduce) if own is None else own
 
     def compressed(self, part: float, gathers: bool = False) -> Costs:
         """The costs if reduced (with ``gathers`` also gathered) gradients shrink to this part."""
@@ -286,6 +286,10 @@ class Costs:
 
 
 @lru_cache(maxsize=64)  # planners ask often, and a curve makes arrays when it is first used
+def _half(curve: CostModel) -> CostModel:
+    return curve.scaled(0.5)
+
+
 def _only_known(place: str, data: dict[str, Any], known: Sequence[str]) -> None:
     unknown = sorted(set(data) - set(known))
     if unknown:
