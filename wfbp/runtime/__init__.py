@@ -5,7 +5,7 @@ Read ``process`` first (init, shutdown), then ``runtime`` (communication thread,
 start no thread and touch no signal, exception hook or MPI; ``init()`` and ``shutdown()`` do. All
 side effects of imports in the package:
 
-* ``native`` loads the C++ extension.
+* ``wfbp.native`` loads the C++ extension.
 * ``wfbp.torch`` (``pending``) waits for parameters before a fork, and registers its parameter class
   with ``torch.utils._pytree``; (``gradient_sync``) completes parameters in ``shutdown()``.
 * ``import torch`` calls ``wfbp.integrations.torch_backend`` by an entry point, which registers the

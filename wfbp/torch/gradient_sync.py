@@ -278,7 +278,7 @@ class OptimizerSync:
 
         @uncompiled
         def announce(param: torch.Tensor) -> None:
-            # A gradient that was sent in this step has to be sent again if it grows.
+            # Within no_sync() it stays here, unless it was announced in this step and now grows.
             if local and grads[index] is None:
                 unsent.add(index)
                 return

@@ -1,7 +1,7 @@
 """The planners, by the names of their schedules.
 
 A planner is a pure function. Each rank makes the first plan, later ones rank 0 alone. To add one,
-write the function and a row of ``_ALL_BUT_HYBRID``; ``hybrid`` then compares itself with it, too.
+write the function and a row of ``_ALL_BUT_HYBRID``, where those that only all-reduce come first.
 """
 
 from __future__ import annotations
