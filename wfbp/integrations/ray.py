@@ -95,8 +95,9 @@ def run(
         try:
             ray.get(group.ready(), timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
+            each = " and ".join(f"{count:g} {kind}" for kind, count in needs.items())
             raise BackendError(
-                f"Ray had no place for {num_ranks} ranks of {needs} each within {timeout_s:g} s; "
+                f"Ray had no place for {num_ranks} ranks of {each} each within {timeout_s:g} s; "
                 f"free in the cluster are {ray.available_resources()}: add nodes, wait until "
                 "others end (timeout_s), or ask for less"
             ) from None

@@ -69,6 +69,8 @@ Path(sys.argv[1], f"{wfbp.rank()} of {wfbp.size()}").touch()
 def main(num_nodes: int, folder: Path) -> None:
     # Paths of Ray's sockets have to be short.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as short:
+        os.environ["RAY_TMPDIR"] = short
+        Path(short, "ray").mkdir()  # where Ray notes the address of a cluster
         cluster = Cluster(
             initialize_head=True,
             head_node_args={
