@@ -117,7 +117,9 @@ def test_a_killed_rank_ends_the_job(mpi: str) -> None:
     ended(3, "die", "step", 1, mpi=mpi)
 
 
-@pytest.mark.parametrize(("mpi", "who"), [("mpich", 0), ("openmpi", 1)])
+@pytest.mark.parametrize(
+    ("mpi", "who"), [("mpich", 0), pytest.param("openmpi", 1, marks=pytest.mark.long)]
+)
 def test_a_rank_that_stops_stepping(mpi: str, who: int) -> None:
     found = ended(3, "sleep", "step", who, mpi=mpi, env=GRACE)
     kinds = [caught["kind"] for rank, caught in enumerate(found.ranks) if rank != who]

@@ -38,7 +38,8 @@ def test_schedules_and_ways(ranks: int) -> None:
     assert bits(ranks) == bits(ranks, env=MESSAGES)
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [3, 5])
 def test_mpi_libraries(ranks: int) -> None:
     assert bits(ranks, "openmpi") == bits(ranks)
 

@@ -87,7 +87,7 @@ def test_a_killed_rank_ends_the_job(mpi: str) -> None:
     assert psutil.wait_procs(left, timeout=60)[1] == []
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
 def test_a_rank_that_answers_no_more_ends_the_job(mpi: str) -> None:
     found = ended("stop", mpi=mpi, env=(("WFBP_ABORT_GRACE_S", "1"),))
     text = found.ranks[0]["text"]

@@ -6,6 +6,8 @@ every step or two; or one decouples every tensor. On three, every other tensor i
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.parallel.programs.torch import (
@@ -67,10 +69,10 @@ def test_program_of_shards_and_whole_gradients(job: Job, name: str) -> None:
     job.passes(name)
 
 
-SETS = [
+SETS: list[Any] = [
     Job("torch/program", 2, "overlap", "openmpi"),
     MIXED,
-    Job("torch/program", 4, "overlap"),
+    pytest.param(Job("torch/program", 4, "overlap"), marks=pytest.mark.long),
 ]
 
 

@@ -55,7 +55,9 @@ def test_measured_models_have_their_published_sizes_and_times() -> None:
         assert all(compute_s < min(seconds) for seconds in row.seconds.values())
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize(
+    "cluster", [pytest.param(c, marks=[pytest.mark.long] * (k > 0)) for k, c in enumerate(CLUSTERS)]
+)
 def test_predicts_mgwfbp_from_the_other_two_columns(cluster: str) -> None:
     found = fit(cluster)
     predictions = predict(cluster, found.costs)
