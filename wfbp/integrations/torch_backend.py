@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from wfbp.comm.mpi.start_notice import is_alone_to_tell
+from wfbp.comm.mpi.start_notice import meets_by_mpi
 
 
 def register() -> None:
@@ -25,7 +25,7 @@ def register() -> None:
     dist.Backend.register_backend("wfbp", _create, extended_api=True, devices=["cpu"])
 
     def by_environment(url: str, **options: Any) -> Any:
-        if not is_alone_to_tell(url):
+        if not meets_by_mpi(url):
             return _env_rendezvous_handler(url, **options)
         import_module("wfbp.torch.distributed")  # which puts its own handler here
         return _rendezvous_handlers["env"](url, **options)

@@ -135,7 +135,6 @@ class PendingParameters:
         self._name = name
         self._lock = threading.RLock()
         self._groups: deque[list[int]] = deque()
-        self._left: set[int] = set()  # all of these groups
         self._thread = 0
         self._hook: Any = None
         self._layout: tuple[list[int], list[int]] = [], []
@@ -159,7 +158,6 @@ class PendingParameters:
             for group in groups:
                 if part := [index for index in group if index in some]:
                     self._groups.append(part)
-                    self._left.update(part)
             self._thread = threading.get_ident()
             if (layout := (list(addresses), list(indices))) != self._layout:
                 self._layout = layout
@@ -197,17 +195,16 @@ class PendingParameters:
         """Wait until a parameter may be read; raises ``WfbpError`` if ranks failed or did not
         answer in time."""
         with signals.deferred, self._lock:
-            if index not in self._left:
+            if not self._is_pending(index):
                 return
             self._await_arrival(index)
-            if index not in self._left:  # a signal handler has read it meanwhile
+            if not self._is_pending(index):  # a signal handler has read it meanwhile
                 return
             # All that has arrived with it, and no more: were the update to raise, ranks would lose
             # different parts of it.
             arrived: list[int] = []
             while index not in arrived:
                 arrived += self._groups.popleft()
-            self._left.difference_update(arrived)
             try:
                 self._complete(arrived)
             except BaseException as error:
@@ -218,6 +215,9 @@ class PendingParameters:
             if threading.get_ident() != self._thread and not self._stopped:
                 self.stop("a second thread reads them")
                 self.wait_all()
+
+    def _is_pending(self, index: int) -> bool:
+        return any(index in group for group in self._groups)
 
     def wait_all(self) -> None:
         """Wait until all may be read."""
@@ -235,7 +235,6 @@ class PendingParameters:
         with self._lock:
             left = [index for group in self._groups for index in group]
             self._groups.clear()
-            self._left.clear()
             self._put_back(left)
 
     def wait_if_compiled(self) -> None:

@@ -29,17 +29,18 @@ def number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None
     return int(text) if text.isdecimal() else None
 
 
-def under_launcher(least: int = 2) -> bool:
-    """Whether the environment describes this process as a rank of ``least`` ranks or more."""
+def under_launcher(min_ranks: int = 2) -> bool:
+    """Whether the environment describes this process as a rank of ``min_ranks`` ranks or more."""
     size = number(_SIZE, os.environ)
-    return number(_RANK, os.environ) is not None and (size is None or size >= least)
+    return number(_RANK, os.environ) is not None and (size is None or size >= min_ranks)
 
 
-def is_alone_to_tell(url: str) -> bool:
-    """Whether only a launcher of MPI tells this rank, and not PyTorch's ``env://`` variables."""
+def meets_by_mpi(url: str) -> bool:
+    """Whether PyTorch's ``env://`` is to use MPI: a launcher started this rank, and PyTorch's own
+    variables are not set."""
     has_address = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
     is_told = has_address and ("RANK" in os.environ or "rank=" in url)
-    return under_launcher(least=1) and not is_told
+    return under_launcher(min_ranks=1) and not is_told
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import _env_rendezvous_handler, _rendezvous_handlers
 
-from wfbp.comm.mpi.start_notice import is_alone_to_tell
+from wfbp.comm.mpi.start_notice import meets_by_mpi
 from wfbp.errors import BackendError
 from wfbp.launcher.hosts import interfaces
 from wfbp.runtime import process
@@ -33,7 +33,7 @@ def register() -> bool:
 
 
 def _by_environment(url: str, **options: Any) -> Found:
-    handle = _over_mpi if is_alone_to_tell(url) else _env_rendezvous_handler
+    handle = _over_mpi if meets_by_mpi(url) else _env_rendezvous_handler
     return handle(url, **options)
 
 
