@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class TraceTensor:
         number(f"tensor {self.spec.name!r}: backward_s", self.backward_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: derived values are computed once
 class Trace:
     """Tensors in forward order; backward computes them in reverse.
 
@@ -79,22 +80,22 @@ class Trace:
         specs = [TensorSpec(name, (numel,), "float32") for name in names]
         return cls("uniform", tuple(TraceTensor(s, forward_s, backward_s) for s in specs))
 
-    @property
+    @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """Specs in forward order."""
         return tuple(t.spec for t in self.tensors)
 
-    @property
+    @cached_property
     def backward_bytes(self) -> list[int]:
         """Bytes m_1..m_L in backward order."""
         return [t.spec.nbytes for t in reversed(self.tensors)]
 
-    @property
+    @cached_property
     def ready_times_s(self) -> list[float]:
         """Ready times r_1..r_L in backward order, seconds from the start of backward."""
         return list(accumulate(t.backward_s for t in reversed(self.tensors)))
 
-    @property
+    @cached_property
     def forward_s(self) -> float:
         """T_f, seconds."""
         return math.fsum(t.forward_s for t in self.tensors)
