@@ -36,12 +36,12 @@ def outcome(
 ) -> Outcome:
     """Run ``programs/<program>.py OUT args`` once per session; it writes OUT/rank<r>.json.
 
-    Programs below ``torch`` and ``jax`` start with these imported, others with ``preloaded``. Skips
+    Programs below ``torch`` and ``jax`` start with these imported, or with ``preloaded``. Skips
     the calling test where the MPI library is not installed.
     """
     kind = program.partition("/")[0]
     options: dict[str, Any] = {"mpi": mpi, "timeout": timeout, "env": dict(env)}
-    options["preloaded"] = kind if kind in fork_server.PRELOADED else preloaded
+    options["preloaded"] = preloaded or (kind if kind in fork_server.PRELOADED else None)
 
     def run() -> Outcome:
         with tempfile.TemporaryDirectory() as out:

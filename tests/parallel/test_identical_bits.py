@@ -23,7 +23,15 @@ def bits(
 ) -> Any:
     """The digests of a job, which are those of each rank."""
     layout = json.dumps(list(hosts))
-    found = outcome("torch/identical_bits", ranks, layout, mpi=mpi, env=env, timeout=380)
+    found = outcome(
+        "torch/identical_bits",
+        ranks,
+        layout,
+        mpi=mpi,
+        env=env,
+        timeout=380,
+        preloaded="torch and jax",
+    )
     assert found.run.rc == 0, found.run
     assert all(told == found.ranks[0] for told in found.ranks), found.ranks
     digests = found.ranks[0]

@@ -23,13 +23,13 @@ SENDING = (
 """Checks of what is sent; compiling takes long where others, such as derivatives, are run."""
 
 FURTHER_JOBS = {
-    Job("jax/operations", 3, "overlap"): (
+    Job("jax/operations", 3, "overlap"): SENDING,
+    Job("jax/operations", 4, "overlap"): (
         *SENDING,
         "every_operation_and_element_type",
         "large_arrays_do_not_lock_up",
         "disagreement",
     ),
-    Job("jax/operations", 4, "overlap"): SENDING,
 }
 
 

@@ -33,6 +33,7 @@ from tests.support.shared import SESSION, session_folder
 PRELOADED = {
     "torch": ("torch", "torch._dynamo", "pytest"),
     "jax": ("jax", "jax.numpy", "optax", "pytest"),
+    "torch and jax": ("torch", "torch._dynamo", "jax", "jax.numpy"),
 }
 """What servers import, by kind."""
 

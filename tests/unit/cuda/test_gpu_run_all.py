@@ -40,29 +40,31 @@ def test_verdicts(code: str, all_run: bool, verdict: str, tmp_path: Path) -> Non
     assert Path(found.log).read_text().splitlines()[-1] == found.told != ""
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_what_takes_too_long_is_ended_with_its_children(apart: bool, tmp_path: Path) -> None:
+def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     """Also those in sessions of their own, as ranks of tests are; what was printed is kept."""
     code = (
         "import subprocess, sys\n"
         "sleep = 'import time; time.sleep(100)'\n"
-        f"child = subprocess.Popen([sys.executable, '-c', sleep], start_new_session={apart})\n"
-        "print('child', child.pid, flush=True)\n"
-        "child.wait()\n"
+        "command = [sys.executable, '-c', sleep]\n"
+        "children = [subprocess.Popen(command, start_new_session=apart) for apart in (0, 1)]\n"
+        "print('children', *(child.pid for child in children), flush=True)\n"
+        "children[0].wait()\n"
     )
     found = outcome_of(python("part", code), tmp_path, limit_s=5.0)
     assert found.verdict == "timed out"
     assert found.seconds < 60
-    name, pid = found.told.split()
-    assert name == "child"
-    for _ in range(1000):
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-        time.sleep(0.05)
-    else:
-        os.kill(int(pid), 9)
-        pytest.fail("the child is still there")
+    name, *pids = found.told.split()
+    assert name == "children"
+    assert len(pids) == 2
+    for pid in pids:
+        for _ in range(1000):
+            stat = Path(f"/proc/{pid}/stat")
+            if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(int(pid), 9)
+            pytest.fail("a child is still there")
 
 
 def test_what_cannot_be_started_has_failed(tmp_path: Path) -> None:
