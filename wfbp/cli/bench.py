@@ -37,7 +37,7 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     names = [name for name in contestants.split(",") if name]
     make = benchmark.model_named(model)
     for name in names:
-        benchmark.maker(name)
+        benchmark.check_contestant(name)
     results = benchmark.run_or_abort(make, names, rounds, device)
     if results is None:
         return
