@@ -25,7 +25,7 @@ import click
 
 from wfbp.cli.inputs import json_option
 from wfbp.cli.run import check_hosts
-from wfbp.config import Config, unknown_variables, variables
+from wfbp.config import read_environment, unknown_variables, variables
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program
 from wfbp.launcher.hosts import Host, allocation, interfaces, parse_hosts
@@ -128,10 +128,9 @@ def _extension() -> Findings:
 
 
 def _settings() -> Findings:
-    try:
-        config = Config.from_environment()
-    except ValueError as error:
-        yield PROBLEM, str(error), "correct or unset the variable"
+    config, problems = read_environment()
+    if problems:
+        yield PROBLEM, problems, "correct or unset the variable"
         return
     pairs = ", ".join(f"{name}={value}" for name, value in variables().items())
     yield OK, f"{pairs or 'no WFBP_* variable is set'}; schedule {config.schedule}", ""

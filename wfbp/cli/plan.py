@@ -166,7 +166,4 @@ def _about_bound(bound_s: float, run: Run | None) -> list[str]:
         f"the run itself, by {ran.schedule} in {len(ran.groups)} messages: "
         f"{', '.join(known) or 'not yet measured'}",
     ]
-    if absent := run.missing:
-        listed = ", ".join(map(str, absent))
-        notes.append(f"no file of {len(absent)} of {run.size} ranks: {listed}")
-    return notes
+    return notes + run.missing

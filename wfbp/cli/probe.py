@@ -132,8 +132,7 @@ def _tell(curves: Curves, num_ranks: int, output: str, plot: str | None, as_json
     document = {**costs.to_json(), "num_ranks": num_ranks}
     Path(output).write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
-        from wfbp.cli.figures import cost_curve
-        from wfbp.cli.page import Chapter, write_page
+        from wfbp.cli.figures import Chapter, cost_curve, write_page
 
         text = "Points are medians of the slowest rank; dotted lines are alpha + beta * bytes."
         section = ("What a message costs", text, cost_curve(costs))
