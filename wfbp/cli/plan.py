@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedules
+from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedule_option
 from wfbp.cli.run_files import BELOW_BOUND, Run
 from wfbp.cli.tables import milliseconds, print_table, size
 from wfbp.core.planners import PLANNERS, RECOMMENDED, plan
@@ -21,12 +21,7 @@ _SAME = 1e-9  # relative; rounding may differ by as much
 
 @click.command("plan", short_help="Predict one iteration, by one schedule or by all.", epilog=NAMES)
 @model_arguments
-@click.option(
-    "--schedule",
-    "names",
-    callback=schedules,
-    metavar="NAME,...",
-    default="all",
+@schedule_option(
     help=f"Recommended: {', '.join(n for n in RECOMMENDED if n in PLANNERS)}. For comparison: "
     f"{', '.join(n for n in PLANNERS if n not in RECOMMENDED)}; or all.",
 )

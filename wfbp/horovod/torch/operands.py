@@ -74,8 +74,6 @@ def _perform_adasum(
         check(label, tensor, torch_operands.NAMES)
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"{HorovodOp.ADASUM} combines floating point; found {tensor.dtype}")
-        if form.in_place:
-            torch_operands.note_change(tensor)
         mine, context = compression.compress(tensor.detach())
         # Ranks compare this text: it has all that must be equal.
         called = (
@@ -95,10 +93,8 @@ def _perform_adasum(
             combined = adasum(list(gather(outcome))) * postscale_factor
             result: torch.Tensor = compression.decompress(combined, context)
             if form.in_place:
-                torch_operands.note_change(tensor)
                 with torch.no_grad():
-                    tensor.copy_(result)
-                return tensor
+                    return tensor.copy_(result)
             if tensor.requires_grad and torch.is_grad_enabled():
                 refuse = partial(torch_operands.refuse_gradient, HorovodOp.ADASUM)
                 result = torch_operands.Connect.apply(tensor, None, [result], refuse)  # type: ignore[no-untyped-call]
