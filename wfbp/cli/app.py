@@ -15,16 +15,7 @@ import click
 from wfbp.errors import WfbpError
 from wfbp.launcher.rank import RANK, number
 
-COMMANDS = (
-    "run",
-    "doctor",
-    "plan",
-    "simulate",
-    "probe",
-    "report",
-    "timeline",
-    "bench",
-)
+COMMANDS = ("run", "doctor", "plan", "simulate", "probe", "report", "timeline", "bench")
 _ON_RANKS = ("wfbp probe", "wfbp bench")
 """Commands that mpirun starts on every rank."""
 BAD_INPUT = 2

@@ -23,15 +23,11 @@ _SAME = 1e-9  # relative; rounding may differ by as much
 @model_arguments
 @schedule_option(
     help=f"Recommended: {', '.join(n for n in RECOMMENDED if n in PLANNERS)}. For comparison: "
-    f"{', '.join(n for n in PLANNERS if n not in RECOMMENDED)}; or all.",
+    f"{', '.join(n for n in PLANNERS if n not in RECOMMENDED)}; or all."
 )
 @json_option
 def command(
-    trace: str,
-    cost: str | None,
-    optimizer: str | None,
-    names: tuple[str, ...],
-    as_json: bool,
+    trace: str, cost: str | None, optimizer: str | None, names: tuple[str, ...], as_json: bool
 ) -> None:
     """Plan the messages of one training step and predict the iteration.
 

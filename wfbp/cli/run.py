@@ -19,13 +19,7 @@ import click
 from wfbp.config import Config
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program, slurm_command
-from wfbp.launcher.hosts import (
-    MPI_HOSTFILE,
-    Host,
-    allocation,
-    parse_hosts,
-    read_hostfile,
-)
+from wfbp.launcher.hosts import MPI_HOSTFILE, Host, allocation, parse_hosts, read_hostfile
 from wfbp.launcher.mpi import find_library, find_mpi
 from wfbp.launcher.rank import REMEDY
 
@@ -34,8 +28,7 @@ CHECK_S = 10
 
 
 @click.command(
-    "run",
-    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    "run", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False}
 )
 @click.option(
     "-n",
