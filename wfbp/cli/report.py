@@ -140,6 +140,12 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     specs = first.plan.tensors
     counted = f"{sum(s.numel for s in specs):,} parameters in {len(specs)} tensors"
     ratio, kappa = run.slowest("ratio_to_lower_bound"), first.figures["kappa"]
+    times = {
+        "iteration, measured": run.slowest("measured_iteration_s"),
+        "iteration, predicted": first.figures["predicted_iteration_s"],
+        "exposed, measured": run.slowest("exposed_s"),
+        "lower bound": first.figures["lower_bound_s"],
+    }
     facts = [
         ("optimizer", run.name),
         ("model", f"{about['model']}: {counted}" if about["model"] else counted),
@@ -154,10 +160,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("steps", f"{first.steps:,}"),
         ("schedule", first.plan.schedule + ("" if first.plan.overlap else ", after backward")),
         ("messages of tensors", f"{len(first.plan.groups)} of {len(specs)}"),
-        ("iteration, measured", _ms(run.slowest("measured_iteration_s"), missing)),
-        ("iteration, predicted", _ms(first.figures["predicted_iteration_s"], missing)),
-        ("exposed, measured", _ms(run.slowest("exposed_s"), missing)),
-        ("lower bound", _ms(first.figures["lower_bound_s"], missing)),
+        *((name, missing if s is None else f"{milliseconds(s)} ms") for name, s in times.items()),
         ("T/LB, measured", missing if ratio is None else f"{ratio:.3f}"),
         ("interference (kappa)", missing if kappa is None else f"{kappa:.2f}"),
     ]
@@ -186,7 +189,3 @@ def _notes(run: Run) -> list[str]:
 
 def _short(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def _ms(seconds: float | None, missing: str) -> str:
-    return missing if seconds is None else f"{milliseconds(seconds)} ms"

@@ -55,8 +55,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch."""
         self.epoch = epoch
-        # By all ranks up to the last merge(), and by this rank since; the second counts the latter.
-        self.processed_num = self._own = 0
+        self.processed_num = 0  # by all ranks up to the last merge(), and by this rank since
+        self._own = 0  # by this rank since
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
