@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -128,7 +128,7 @@ def _split_list(items: Sequence[Any], num_parts: int) -> list[Any]:
     return [list(itertools.islice(rest, length + (k < longer))) for k in range(num_parts)]
 
 
-_UTIL = {
+_UTIL: dict[str, Callable[..., Any]] = {
     "check_extension": lambda *_: None,  # wfbp has no build for one version of PyTorch
     "extension_available": lambda ext_base_name, verbose=False: ext_base_name == "torch",
     "gpu_available": lambda *_, **__: import_module("torch").cuda.is_available(),

@@ -76,9 +76,10 @@ def _tell_ranks(cpu: bool) -> None:
 
 
 def gather(tensor: Any) -> Any:
-    return recursively_apply(
-        lambda part: wfbp.allgather(torch.atleast_1d(part)), tensor, error_on_other_type=True
-    )
+    def joined(part: torch.Tensor) -> torch.Tensor:
+        return wfbp.allgather(part.unsqueeze(0) if part.ndim == 0 else part)
+
+    return recursively_apply(joined, tensor, error_on_other_type=True)
 
 
 def gather_object(object: Any) -> Any:  # noqa: A002 - Accelerate's name

@@ -81,7 +81,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         lines = Path(path).read_text().splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text file: it should name a host in each line") from None
-    parts = []
+    parts: list[str] = []
     for number, line in enumerate(lines, 1):
         name, _, rest = line.partition("#")[0].strip().partition(" ")
         if not name:
