@@ -80,7 +80,7 @@ def init(
 
 
 def join(device: int = -1) -> int:
-    """:func:`wfbp.torch.join`; ``device`` is ignored."""
+    """:func:`wfbp.torch.join`; ``device`` is ignored. Operations by Adasum need every rank."""
     return wfbp.torch.join()
 
 
