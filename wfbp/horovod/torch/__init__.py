@@ -26,10 +26,9 @@ from wfbp.core.types import Op
 from wfbp.errors import InternalError as HorovodInternalError
 from wfbp.horovod import refuse
 from wfbp.horovod.torch import elastic
-from wfbp.horovod.torch.adasum import AdasumOptimizer
 from wfbp.horovod.torch.collectives import *  # noqa: F403
 from wfbp.horovod.torch.operands import HorovodOp
-from wfbp.horovod.torch.optimizer import HorovodOptimizer
+from wfbp.horovod.torch.optimizer import AdasumOptimizer, HorovodOptimizer
 from wfbp.runtime import process
 from wfbp.runtime.collectives.api import runtime_of
 from wfbp.runtime.collectives.forms import FORMS
