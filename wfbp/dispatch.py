@@ -94,7 +94,7 @@ def perform(form: Form, value: Any, **options: Any) -> Any:
 
 
 def _device_operand(value: Any, in_place: bool, label: str) -> Operand:
-    """CuPy's array or another one on a device, sent through the host; results lie there, too."""
+    """CuPy's array or another one on a device, sent through the host; results are there, too."""
     cupy = import_module("cupy")
     operand = array_operand(cupy.asnumpy(cupy.asarray(value)), label=label)
 

@@ -58,7 +58,7 @@ INSTEAD = {
     "State": _STATE,
     "notification_manager": _WATCH,
 }
-"""What to use instead of names that are left out, in any of Horovod's modules."""
+"""Replacements of names that are left out, for all of Horovod's modules."""
 
 
 def stand_in() -> None:

@@ -1,7 +1,7 @@
 """What :func:`wfbp.horovod.torch.DistributedOptimizer` returns.
 
 With ``op=Adasum`` every rank updates its parameters by its own optimizer from its own gradients.
-The change of each parameter, and not its gradient, is then combined over the ranks: changes that
+The change of each parameter, and not its gradient, is then combined over the ranks. Changes that
 are alike are averaged, and orthogonal ones are added (Maleki et al., "Scaling Distributed Training
 with Adaptive Summation", 2020). So the learning rate need not grow with the number of ranks. Each
 rank has its own optimizer state.
