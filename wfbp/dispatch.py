@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
-from wfbp.comm.arrays import Buffer
 from wfbp.runtime.api.parameters import broadcast_arrays
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.forms import Form
@@ -95,25 +94,21 @@ def perform(form: Form, value: Any, **options: Any) -> Any:
 
 
 def _device_operand(value: Any, in_place: bool, label: str) -> Operand:
-    """CuPy's array or another one on a device, sent through the host; results lie there, too."""
+    """CuPy's array or another one on a device, sent through the host; results are there, too."""
     cupy = import_module("cupy")
     operand = array_operand(cupy.asnumpy(cupy.asarray(value)), label=label)
 
     def placed(array: Any) -> Any:
         with getattr(value, "device", None) or nullcontext():
-            return cupy.asarray(array)
+            if not in_place:
+                return cupy.asarray(array)
+            cupy.asarray(value)[...] = cupy.asarray(array)
+            return value
 
-    def whole() -> Any:
-        if not in_place:
-            return placed(operand.whole())
-        with getattr(value, "device", None) or nullcontext():
-            cupy.asarray(value)[...] = cupy.asarray(operand.whole())
-        return value
-
-    def rows(data: Buffer, count: int) -> Any:
-        return placed(operand.rows(data, count))
-
-    return operand._replace(whole=whole, rows=rows)
+    return operand._replace(
+        whole=lambda: placed(operand.whole()),
+        rows=lambda data, count: placed(operand.rows(data, count)),
+    )
 
 
 _NOT_OF_JAX = {

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from tests.support.launcher import mpirun
 from tests.support.trace_events import check
-from wfbp.cli.app import wfbp as command
 from wfbp.cli.run_files import load_runs
+from wfbp.cli.timeline import command
 from wfbp.runtime.timeline import load, summarize
 
 pytestmark = pytest.mark.parallel
@@ -113,7 +113,7 @@ def test_every_rank_leaves_its_file(job: tuple[Path, str]) -> None:
         check(load(folder / f"timeline.rank{rank}.json"))
         steps = {e["args"]["step"] for e in events if "step" in e.get("args", {})}
         assert steps == set(STEPS)
-    told = CliRunner().invoke(command, ["timeline", str(folder), "--json"])
+    told = CliRunner().invoke(command, [str(folder), "--json"])
     assert told.exit_code == 0, told.output
     rows = json.loads(told.output)["ranks"]
     assert [(row["rank"], row["optimizer"]) for row in rows] == [
@@ -126,12 +126,12 @@ def test_every_rank_leaves_its_file(job: tuple[Path, str]) -> None:
     merged = load(folder / "timeline.json")
     check(merged)
     assert {e["pid"] for e in merged["traceEvents"]} == set(range(RANKS))
-    table = CliRunner().invoke(command, ["timeline", str(folder)])
+    table = CliRunner().invoke(command, [str(folder)])
     assert table.exit_code == 0
     assert "exposed" in table.output
 
 
 def test_a_folder_without_timelines(tmp_path: Path) -> None:
-    told = CliRunner().invoke(command, ["timeline", str(tmp_path)])
+    told = CliRunner().invoke(command, [str(tmp_path)])
     assert isinstance(told.exception, ValueError)
     assert "no timelines" in str(told.exception)

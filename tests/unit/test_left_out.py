@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import wfbp.horovod.torch as hvd
-from wfbp.horovod.left_out import INSTEAD
+from wfbp.horovod import INSTEAD
 
 
 @pytest.mark.parametrize("module", [hvd, hvd.elastic], ids=lambda module: module.__name__)

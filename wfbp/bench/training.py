@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -51,26 +52,22 @@ START_S = 30.0
 def mlp() -> tuple[nn.Module, Callable[[int], Batch]]:
     """60 linear layers of 256: many small tensors."""
     layers = [part for _ in range(60) for part in (nn.Linear(256, 256), nn.ReLU())]
-    return _with_loss(nn.Sequential(*layers)), lambda seed: (_random(seed, 64, 256),)
+    return _task(nn.Sequential(*layers), 64, 256)
 
 
 def transformer() -> tuple[nn.Module, Callable[[int], Batch]]:
     """Six encoder layers of width 512: tensors of mixed size, 19 million elements."""
     layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-    body = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-    return _with_loss(body), lambda seed: (_random(seed, 4, 64, 512),)
+    return _task(nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), 4, 64, 512)
 
 
-def _with_loss(body: nn.Module) -> nn.Module:
+def _task(body: nn.Module, *shape: int) -> tuple[nn.Module, Callable[[int], Batch]]:
+    """The model with a loss, and batches of this shape."""
     body.register_forward_hook(lambda module, inputs, output: output.square().mean())
-    return body
+    return body, lambda seed: (torch.randn(shape, generator=torch.Generator().manual_seed(seed)),)
 
 
 MODELS: dict[str, Make] = {"mlp": mlp, "transformer": transformer}
-
-
-def _random(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def model_named(text: str) -> Make:
@@ -92,7 +89,6 @@ class Contestant:
     """One copy of the model with one way to exchange its gradients.
 
     ``exchange`` runs between backward and step, ``begin`` before each step, ``end`` after a block.
-    ``phase`` returns "installed" once it has chosen how to communicate.
     """
 
     name: str
@@ -103,7 +99,6 @@ class Contestant:
     exchange: Callable[[], None] = lambda: None
     begin: Callable[[], object] = lambda: None
     end: Callable[[], object] = lambda: None
-    phase: Callable[[], str] = lambda: "installed"
     seconds: list[float] = field(default_factory=list)
     """Per iteration, one number per block; so are the next."""
     cpu_seconds: list[float] = field(default_factory=list)
@@ -132,89 +127,67 @@ class Contestant:
         self.end()
 
 
-def alone(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
-    """No communication: a lower bound for the others."""
-    return Contestant(name, model, sgd, model, sgd)
-
-
-def per_tensor_mpi(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
-    """One blocking all-reduce per tensor after backward, in host memory."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def exchange() -> None:
-        for p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            host = p.grad.to("cpu", torch.float32).contiguous()  # the gradient itself, if possible
-            MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, host.numpy())
-            p.grad.copy_(host.div_(MPI.COMM_WORLD.size))
-
-    return Contestant(name, model, sgd, model, sgd, exchange)
-
-
-def ddp(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
-    """PyTorch's DistributedDataParallel; its default buckets, or those of ``ddp-MIB``."""
-    mib = name.partition("-")[2]
-    options: dict[str, Any] = {"bucket_cap_mb": float(mib)} if mib else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # an option's name depends on the version
-        module = nn.parallel.DistributedDataParallel(
-            model,
-            broadcast_buffers=False,
-            process_group=torch.distributed.new_group(),  # with PyTorch's own timeout
-            **options,
-        )
-    return Contestant(name, model, sgd, module, sgd)
-
-
-def horovod(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
-    """Horovod with its default settings; stopped while others run, since it keeps a core busy."""
-    import horovod.torch as hvd
-
-    hvd.init()
-    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
-    begin = lambda: hvd.is_initialized() or hvd.init()  # noqa: E731
-    return Contestant(name, model, optimizer, model, optimizer, begin=begin, end=hvd.shutdown)
-
-
-def ours(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
-    """wfbp, with the schedule after the dash."""
-    optimizer = wfbp.torch.DistributedOptimizer(
-        sgd, named_parameters=model.named_parameters(), schedule=name.partition("-")[2]
-    )
-    return Contestant(
-        name, model, sgd, model, optimizer, phase=lambda: str(optimizer.report()["phase"])
-    )
-
-
 BEST_DDP = "ddp-best"
 BUCKETS = ("ddp-1", "ddp-5", "ddp-100")
 """``ddp-best`` is the fastest of these sizes in MiB in a trial before the rounds."""
 TRIALS = 3
 REFERENCE = "mpi-per-tensor"
-CONTESTANTS = {
-    "none": alone,
-    REFERENCE: per_tensor_mpi,
-    "ddp": ddp,
-    BEST_DDP: ddp,
-    "horovod": horovod,
-    "wfbp-auto": ours,
-}
-"""The contestants; ``wfbp-SCHEDULE`` and ``ddp-MIB`` are possible, too."""
+_NAMES = re.compile(rf"none|{REFERENCE}|horovod|wfbp-.*|ddp|{BEST_DDP}|ddp-\d+(\.\d+)?")
 
 
-def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
-    """The function that makes a contestant of this name; ``ValueError`` if there is none."""
-    if name.startswith("wfbp-"):
-        return ours
+def check_contestant(name: str) -> None:
+    """Raise ``ValueError`` if there is no contestant of this name."""
+    if not _NAMES.fullmatch(name):
+        raise ValueError(
+            f"contestant {name!r}: expected none, {REFERENCE}, ddp, {BEST_DDP}, horovod, "
+            "wfbp-auto, wfbp-SCHEDULE or ddp-MIB"
+        )
     if name == "horovod" and find_spec("horovod") is None:
         raise ValueError("contestant 'horovod': Horovod is not installed")
-    if name in CONTESTANTS:
-        return CONTESTANTS[name]
-    if re.fullmatch(r"ddp-\d+(\.\d+)?", name):
-        return ddp
-    known = ", ".join(CONTESTANTS)
-    raise ValueError(f"contestant {name!r}: expected {known}, wfbp-SCHEDULE or ddp-MIB")
+
+
+def make_contestant(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
+    """A copy of the model that trains as the name tells; collective."""
+    made = Contestant(name, model, sgd, model, sgd)
+    kind, _, choice = name.partition("-")
+    if name == REFERENCE:
+        made.exchange = partial(_reduce_each, model)
+    elif kind == "ddp":
+        made.module = _ddp(model, choice)
+    elif kind == "horovod":  # stopped while others run, since it keeps a core busy
+        import horovod.torch as hvd
+
+        hvd.init()
+        made.optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+        made.begin, made.end = lambda: hvd.is_initialized() or hvd.init(), hvd.shutdown
+    elif kind == "wfbp":
+        made.optimizer = wfbp.torch.DistributedOptimizer(
+            sgd, named_parameters=model.named_parameters(), schedule=choice
+        )
+    return made
+
+
+def _reduce_each(model: nn.Module) -> None:
+    """One blocking all-reduce per tensor, in host memory."""
+    for p in filter(lambda p: p.requires_grad, model.parameters()):
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        host = p.grad.to("cpu", torch.float32).contiguous()  # the gradient itself, if possible
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, host.numpy())
+        p.grad.copy_(host.div_(MPI.COMM_WORLD.size))
+
+
+def _ddp(model: nn.Module, mib: str) -> nn.Module:
+    """PyTorch's DistributedDataParallel, with its default buckets or those of so many MiB."""
+    options: dict[str, Any] = {"bucket_cap_mb": float(mib)} if mib else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # an option's name depends on the version
+        return nn.parallel.DistributedDataParallel(
+            model,
+            broadcast_buffers=False,
+            process_group=torch.distributed.new_group(),  # with PyTorch's own timeout
+            **options,
+        )
 
 
 def run_or_abort(
@@ -263,7 +236,7 @@ def run(make: Make, names: Sequence[str], rounds: int, device: str) -> list[Cont
         torch.cuda.set_device(wfbp.torch.local_rank())
     tried = BUCKETS if BEST_DDP in names else ()
     names = [name for name in dict.fromkeys([*names, REFERENCE, *tried]) if name != BEST_DDP]
-    if with_ddp := any(maker(name) is ddp for name in names):
+    if with_ddp := any(name.startswith("ddp") for name in names):
         torch.distributed.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             init_method="wfbp://",
@@ -310,7 +283,7 @@ def _make(make: Make, names: Sequence[str], device: str) -> tuple[list[Contestan
         model, batch_of = make()
         model.to(device)
         sgd = torch.optim.SGD(model.parameters(), lr=TIMED_RATE, momentum=0.9)
-        contestants.append(maker(name)(name, model, sgd))
+        contestants.append(make_contestant(name, model, sgd))
     first = NUM_BATCHES * MPI.COMM_WORLD.rank
     batches = [
         tuple(t.to(device) if isinstance(t, torch.Tensor) else t for t in batch_of(seed))
@@ -321,14 +294,14 @@ def _make(make: Make, names: Sequence[str], device: str) -> tuple[list[Contestan
 
 def _warm_up(contestant: Contestant, batches: Sequence[Batch]) -> int:
     """Step until the contestant has chosen how to communicate, on every rank."""
-    steps = 0
-    while not steps or not MPI.COMM_WORLD.allreduce(contestant.phase() == "installed", MPI.LAND):
-        if steps >= MOST_WARM_UP_STEPS:
-            raise RuntimeError(f"{contestant.name} has no plan after {steps} steps")
+    for steps in range(1, MOST_WARM_UP_STEPS + 1):
         contestant.step(batches[steps % len(batches)])
-        steps += 1
-    contestant.finish()
-    return steps
+        plans = isinstance(contestant.optimizer, wfbp.torch.DistributedOptimizerBase)
+        ready = not plans or contestant.optimizer.report()["phase"] == "installed"
+        if MPI.COMM_WORLD.allreduce(ready, MPI.LAND):
+            contestant.finish()
+            return steps
+    raise RuntimeError(f"{contestant.name} has no plan after {MOST_WARM_UP_STEPS} steps")
 
 
 def _compare(
@@ -339,16 +312,14 @@ def _compare(
 ) -> None:
     """Raise ``RuntimeError`` unless all that communicate reach the reference's parameters."""
 
-    def trained(contestant: Contestant) -> torch.Tensor:
+    def trained(contestant: Contestant, num_steps: int = NUM_STEPS) -> torch.Tensor:
         contestant.reset(state, LEARNING_RATE)
-        for number in range(NUM_STEPS):
+        for number in range(num_steps):
             contestant.step(batches[number % len(batches)])
         contestant.finish()
         return torch.cat([p.detach().flatten().cpu() for p in contestant.model.parameters()])
 
-    wanted = trained(reference)
-    reference.reset(state, LEARNING_RATE)
-    start = torch.cat([p.detach().flatten().cpu() for p in reference.model.parameters()])
+    start, wanted = trained(reference, 0), trained(reference)
     for contestant in contestants:
         if contestant.name == "none":
             continue

@@ -1,11 +1,10 @@
 """Finds the command and reports errors in one line.
 
-Commands and heavy modules (tables, plots, MPI) are imported on use: JSON output needs only NumPy.
+Heavy modules (tables, plots, MPI, the extension) are imported on use: JSON output needs only NumPy.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -16,16 +15,7 @@ import click
 from wfbp.errors import WfbpError
 from wfbp.launcher.rank import RANK, number
 
-COMMANDS = (
-    "run",
-    "doctor",
-    "plan",
-    "simulate",
-    "probe",
-    "report",
-    "timeline",
-    "bench",
-)
+COMMANDS = ("run", "doctor", "plan", "simulate", "probe", "report", "timeline", "bench")
 _ON_RANKS = ("wfbp probe", "wfbp bench")
 """Commands that mpirun starts on every rank."""
 BAD_INPUT = 2
@@ -33,23 +23,7 @@ FAILURE = 1
 INTERRUPTED = 130
 
 
-class _Commands(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in COMMANDS:
-            command: click.Command = import_module(f"wfbp.cli.{cmd_name}").command
-            return command
-        if cmd_name.startswith("-") or ctx.resilient_parsing:
-            return None
-        close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-        hint = f"Did you mean '{close[0]}'?" if close else f"There are {', '.join(COMMANDS)}."
-        raise click.UsageError(f"No such command '{cmd_name}'. {hint}")
-
-
-@click.command(
-    cls=_Commands,
+@click.group(
     no_args_is_help=True,
     context_settings={
         "help_option_names": ["-h", "--help"],
@@ -69,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 success, 1 failed machine or installation, 2 bad input or usage."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
+            wfbp.add_command(import_module(f"wfbp.cli.{name}").command)
         code = wfbp.main(words, prog_name="wfbp", standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:

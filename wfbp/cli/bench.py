@@ -6,6 +6,7 @@ import json
 import statistics
 
 import click
+import numpy as np
 
 from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import milliseconds, print_table
@@ -37,7 +38,7 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     names = [name for name in contestants.split(",") if name]
     make = benchmark.model_named(model)
     for name in names:
-        benchmark.maker(name)
+        benchmark.check_contestant(name)
     results = benchmark.run_or_abort(make, names, rounds, device)
     if results is None:
         return
@@ -45,9 +46,7 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     base_s = statistics.median(base.seconds)
     rows = []
     for contestant in results:
-        first, middle, third = statistics.quantiles(
-            contestant.seconds * (2 if rounds == 1 else 1), n=4, method="inclusive"
-        )
+        first, middle, third = np.percentile(contestant.seconds, (25, 50, 75))
         cpu_s = statistics.median(contestant.cpu_seconds)
         cells = map(milliseconds, (middle, third - first, cpu_s))
         rows.append([contestant.name, *cells, f"{middle / base_s:.2f}"])

@@ -25,12 +25,11 @@ import click
 
 from wfbp.cli.inputs import json_option
 from wfbp.cli.run import check_hosts
-from wfbp.cli.tables import console
-from wfbp.config import Config, unknown_variables, variables
+from wfbp.config import read_environment, unknown_variables, variables
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program
 from wfbp.launcher.hosts import Host, allocation, interfaces, parse_hosts
-from wfbp.launcher.mpi import find_mpi, vendor_of
+from wfbp.launcher.mpi import find_mpi, last_line, output, vendor_of
 
 SELF_TEST_S = 60.0
 SHM = Path("/dev/shm")
@@ -39,6 +38,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 LEAST_SHM_BYTES = 128 * 2**20
 OK, NOTE, PROBLEM = "ok", "note", "problem"
+COLORS = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
 
 Findings = Iterator[tuple[str, str, str]]
 """Status, text, and the remedy, which is empty if there is nothing to do."""
@@ -66,7 +66,15 @@ def command(self_test: bool, hosts: str | None, ssh: str, as_json: bool) -> None
     if as_json:
         click.echo(json.dumps(findings, indent=1))
     else:
-        _print(findings, problems)
+        topic = ""
+        for finding in findings:
+            shown = finding["topic"] if finding["topic"] != topic else ""
+            topic, status = finding["topic"], finding["status"]
+            marked = click.style(f"{status:9}", fg=COLORS[status], bold=status == PROBLEM)
+            click.echo(f"{shown:14}{marked}{finding['text']}")
+            if finding["remedy"]:
+                click.secho(f"{'':23}-> {finding['remedy']}", bold=True)
+        click.echo(f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem")
     if problems:
         raise SystemExit(1)
 
@@ -82,26 +90,6 @@ def examine(topics: dict[str, Callable[[], Findings]]) -> list[dict[str, str]]:
             told = [(PROBLEM, f"cannot be checked: {type(error).__name__}: {error}", remedy)]
         findings += [{"topic": topic, "status": s, "text": t, "remedy": r} for s, t, r in told]
     return findings
-
-
-def _print(findings: list[dict[str, str]], problems: int) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    styles = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for _ in range(3):
-        table.add_column(overflow="fold")
-    topic = ""
-    for finding in findings:
-        shown = finding["topic"] if finding["topic"] != topic else ""
-        topic, status = finding["topic"], finding["status"]
-        cell = Text(finding["text"])
-        cell.append(f"\n-> {finding['remedy']}" if finding["remedy"] else "", style="bold")
-        table.add_row(Text(shown, style="bold"), Text(status, style=styles[status]), cell)
-    out = console()
-    out.print(table)
-    out.print(Text(f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem"))
 
 
 def _versions() -> Findings:
@@ -121,8 +109,11 @@ def _versions() -> Findings:
 
 
 def _extension() -> Findings:
-    said = _output(sys.executable, "-c", "import wfbp._native; print('built')")
-    if said.strip() == "built":
+    try:
+        output(sys.executable, "-c", "import wfbp._native")
+    except subprocess.SubprocessError as error:
+        reason = last_line(error)
+    else:
         yield OK, "wfbp._native is built", ""
         return
     has_compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
@@ -131,16 +122,15 @@ def _extension() -> Findings:
     what = f"-e {sources}" if (sources / "setup.py").exists() else "--force-reinstall wfbp"
     yield (
         PROBLEM,
-        f"wfbp._native cannot be loaded, and training needs it ({_last_words(said)})",
+        f"wfbp._native cannot be loaded, and training needs it ({reason})",
         f"{first}pip install -v --no-deps {what}",
     )
 
 
 def _settings() -> Findings:
-    try:
-        config = Config.from_environment()
-    except ValueError as error:
-        yield PROBLEM, str(error), "correct or unset the variable"
+    config, problems = read_environment()
+    if problems:
+        yield PROBLEM, problems, "correct or unset the variable"
         return
     pairs = ", ".join(f"{name}={value}" for name, value in variables().items())
     yield OK, f"{pairs or 'no WFBP_* variable is set'}; schedule {config.schedule}", ""
@@ -162,7 +152,9 @@ def _mpi() -> Findings:
         remedy = f"use wfbprun, or put {Path(mpi.mpirun).parent} on the PATH"
         yield NOTE, "no mpirun is on the PATH", remedy
     elif os.path.realpath(on_path) != os.path.realpath(mpi.mpirun):
-        make = vendor_of(_output(on_path, "--version"))
+        make = None
+        with suppress(OSError, subprocess.SubprocessError):
+            make = vendor_of(output(on_path, "--version"))
         status = NOTE if make is mpi.vendor else PROBLEM
         text = f"mpirun on the PATH is another one of {mpi.vendor.value} ({on_path})"
         if status is PROBLEM:
@@ -171,37 +163,25 @@ def _mpi() -> Findings:
         yield status, text, f"use wfbprun, or {mpi.mpirun}"
 
 
-def _last_words(output: str, most: int = 1) -> str:
-    """The last meaningful lines of a job's output; MPICH ends with general advice."""
+def _last_words(printed: str) -> str:
+    """The last two meaningful lines of a job's output; MPICH ends with general advice."""
     advice = ("This typically refers to", "Please see the FAQ", "=")
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    told = " / ".join([line for line in lines if not line.startswith(advice)][-most:])
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    told = " / ".join([line for line in lines if not line.startswith(advice)][-2:])
     told = told.replace("YOUR APPLICATION TERMINATED WITH THE EXIT STRING: ", "")
     return told or "no output"
 
 
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, capture_output=True, text=True, timeout=SELF_TEST_S, stdin=subprocess.DEVNULL
-    )
-
-
-def _output(*words: str) -> str:
-    """Standard output, or standard error if it is empty."""
-    done = _run(*words)
-    return done.stdout if done.stdout.strip() else done.stderr
-
-
 def _batch_system() -> Findings:
     try:
-        granted = allocation(os.environ)
+        system, granted = allocation(os.environ)
     except ValueError as error:
         yield PROBLEM, str(error), "name hosts by -H or --hostfile"
         return
-    if granted is None:
-        yield OK, "no batch system's allocation: this machine, or hosts that you name", ""
+    if system:
+        yield OK, f"{system} granted {', '.join(map(str, granted))}", ""
     else:
-        yield OK, f"{granted.system} granted {', '.join(map(str, granted.hosts))}", ""
+        yield OK, "no batch system's allocation: this machine, or hosts that you name", ""
 
 
 def _cores() -> Findings:
@@ -216,10 +196,10 @@ def _cores() -> Findings:
     if busy > max(1.0, usable / 2):
         text = f"about {busy:.1f} threads have kept {usable} cores busy in the last minute"
         yield NOTE, text, "find other programs by `top`: all ranks wait for the slowest"
-    granted = None
+    granted: tuple[Host, ...] = ()
     with suppress(ValueError):  # the batch system's topic reports it
-        granted = allocation(os.environ)
-    ranks = sum(host.slots for host in granted.hosts if host.is_local) if granted else 1
+        _, granted = allocation(os.environ)
+    ranks = sum(host.slots for host in granted if host.is_local) or 1
     if ranks > usable:
         text = f"{ranks} ranks are granted here, and {usable} cores: ranks take turns"
         remedy = "ask for a core per rank (Slurm: --cpus-per-task), or start fewer: wfbprun -n N"
@@ -280,7 +260,7 @@ def _gpu() -> Findings:
     if tool is None:
         yield OK, "no NVIDIA GPU (nvidia-smi is not installed): gradients are in host memory", ""
         return
-    rows = _output(tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    rows = output(tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     for index, row in enumerate(csv.reader(rows.splitlines(), skipinitialspace=True)):
         yield OK, f"GPU {index}: {', '.join(row)}", ""
     installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
@@ -319,9 +299,11 @@ def _self_test(hosts: tuple[Host, ...] = (), ssh: str = "ssh") -> Findings:
     spec = LaunchSpec(num_ranks, program, hosts, remote_shell="" if ssh == "ssh" else ssh)
     where = f" on {', '.join(host.name for host in hosts)}" if hosts else ""
     try:
-        check_hosts(hosts, None, ssh, 0.0)
+        check_hosts(hosts, ssh, 0.0)
         words, _ = mpirun_command(spec, mpi, os.environ, os.geteuid() == 0)
-        done = _run(*words)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=SELF_TEST_S, stdin=subprocess.DEVNULL
+        )
     except BackendError as error:
         yield PROBLEM, str(error), "fix what keeps ssh from reaching it, then run this again"
         return
@@ -332,7 +314,7 @@ def _self_test(hosts: tuple[Host, ...] = (), ssh: str = "ssh") -> Findings:
         return
     printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not printed:
-        reason = _last_words(done.stderr.strip() or done.stdout, most=2)
+        reason = _last_words(done.stderr.strip() or done.stdout)
         ranks = f"-H {','.join(map(str, hosts))}" if hosts else f"-n {num_ranks}"
         remedy = f"start them by hand: wfbprun {ranks} -- python -m wfbp probe"
         if "Bus error" in reason:

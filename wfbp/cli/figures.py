@@ -1,10 +1,16 @@
-"""Figures of recorded runs and measured costs, by Plotly (the extra ``report``)."""
+"""Figures of recorded runs and measured costs, by Plotly (the extra ``report``), and their page.
+
+A page is one self-contained HTML file, with a content policy that forbids it to load anything.
+"""
 
 from __future__ import annotations
 
-import html
+import statistics
 from collections.abc import Sequence
-from typing import Any
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +25,7 @@ from wfbp.errors import WfbpError
 
 try:
     import plotly.graph_objects as go
+    from plotly.offline import get_plotlyjs
 except ImportError as error:
     raise WfbpError("pages with figures need Plotly: pip install 'wfbp[report]'") from error
 
@@ -117,8 +124,23 @@ _COLORS = {
 }
 
 
-def _chart(bars: Sequence[Bar]) -> go.Figure:
-    """A Gantt chart."""
+def median_iteration(run: Run) -> tuple[int, int]:
+    """Which iteration has the median length, from the end (-1 is the last), and of how many."""
+    count = min(len(rank.iterations) for rank in run.ranks)
+    lengths = [(max(r.iterations[i]["done_s"] for r in run.ranks), i) for i in range(-count, 0)]
+    return (statistics.median_low(lengths)[1] if lengths else 0), count
+
+
+def gantt(run: Run, index: int, predicted: IterationForecast | None) -> go.Figure:
+    """One iteration of every rank beside its prediction."""
+    trace = run.ranks[0].trace
+    bars: list[Bar] = []
+    if predicted is not None and trace is not None:
+        bars += _predicted_bars(predicted, trace)
+    # Each rank's clock starts at the end of the previous iteration's last message, which ends at
+    # nearly the same moment on all ranks.
+    for rank in run.ranks:
+        bars += _rank_bars(rank, rank.iterations[index])
     rows = list(dict.fromkeys(row for _, row, *_ in bars))
     figure = go.Figure()
     for kind, color in _COLORS.items():
@@ -141,26 +163,6 @@ def _chart(bars: Sequence[Bar]) -> go.Figure:
     title = "ms since the previous iteration's gradients were in hand"
     figure.update_xaxes(title=title, rangemode="tozero")
     return figure.update_yaxes(categoryorder="array", categoryarray=rows[::-1])
-
-
-def median_iteration(run: Run) -> tuple[int, int]:
-    """Which iteration has the median length, from the end (-1 is the last), and of how many."""
-    count = min(len(rank.iterations) for rank in run.ranks)
-    lengths = [(max(r.iterations[i]["done_s"] for r in run.ranks), i) for i in range(-count, 0)]
-    return (sorted(lengths)[(count - 1) // 2][1] if lengths else 0), count
-
-
-def gantt(run: Run, index: int, predicted: IterationForecast | None) -> go.Figure:
-    """One iteration of every rank beside its prediction."""
-    trace = run.ranks[0].trace
-    bars: list[Bar] = []
-    if predicted is not None and trace is not None:
-        bars += _predicted_bars(predicted, trace)
-    # Each rank's clock starts at the end of the previous iteration's last message, which ends at
-    # nearly the same moment on all ranks.
-    for rank in run.ranks:
-        bars += _rank_bars(rank, rank.iterations[index])
-    return _chart(bars)
 
 
 def _compute_bars(row: str, ends_s: Sequence[float]) -> list[Bar]:
@@ -212,4 +214,37 @@ def _predicted_bars(predicted: IterationForecast, trace: Trace) -> list[Bar]:
 
 def _plain(text: str, longest: int = 60) -> str:
     """An external name as a label: no markup, limited length."""
-    return html.escape(text if len(text) <= longest else text[: longest - 3] + "...", quote=False)
+    return escape(text if len(text) <= longest else text[: longest - 3] + "...", quote=False)
+
+
+class Chapter(NamedTuple):
+    """Figures of one subject; the verdict is the main result in one sentence.
+
+    Sections are a heading, one or two sentences that explain the figure, and Plotly's figure.
+    """
+
+    heading: str = ""
+    verdict: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+    notes: Sequence[str] = ()
+    sections: Sequence[tuple[str, str, Any]] = ()
+
+
+def write_page(path: str, title: str, chapters: Sequence[Chapter]) -> None:
+    """Write an HTML page, replacing the file; all text is escaped."""
+    parts = []
+    for chapter in chapters:
+        parts += [f"<h2>{escape(chapter.heading)}</h2>", f"<p><b>{escape(chapter.verdict)}</b></p>"]
+        rows = (f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in chapter.facts)
+        parts += ["<table>", *rows, "</table>"]
+        parts += [f"<p>{escape(note)}</p>" for note in chapter.notes]
+        for heading, explanation, figure in chapter.sections:
+            parts += [f"<h3>{escape(heading)}</h3>", f"<p>{escape(explanation)}</p>"]
+            settings = {"responsive": True, "displaylogo": False}
+            parts.append(figure.to_html(settings, full_html=False, include_plotlyjs=False))
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    text = template.substitute(title=escape(title), library=get_plotlyjs(), body="\n".join(parts))
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:  # a full disk's error names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None

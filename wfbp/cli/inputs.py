@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from wfbp.core.checks import read_json, whole
+from wfbp.core.checks import one_of, read_json, whole
 from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace
@@ -44,15 +45,17 @@ def model_arguments(function: F) -> F:
     return click.argument("trace", metavar="TRACE")(cost(optimizer(function)))
 
 
-def schedules(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, ...]:
+def _schedules(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, ...]:
     """Names of schedules, separated by commas, or ``all``: the callback of an option."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     if names == ("all",):
         return tuple(PLANNERS)
-    for name in names:
-        if name not in PLANNERS:
-            raise click.BadParameter(f"{name!r} is not known; known are {', '.join(PLANNERS)}, all")
-    return names
+    return tuple(one_of("--schedule", name, tuple(PLANNERS), ", all") for name in names)
+
+
+schedule_option = partial(
+    click.option, "--schedule", "names", callback=_schedules, metavar="NAME,...", default="all"
+)
 
 
 def load(

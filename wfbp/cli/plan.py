@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedules
+from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedule_option
 from wfbp.cli.run_files import BELOW_BOUND, Run
 from wfbp.cli.tables import milliseconds, print_table, size
 from wfbp.core.planners import PLANNERS, RECOMMENDED, plan
@@ -21,22 +21,13 @@ _SAME = 1e-9  # relative; rounding may differ by as much
 
 @click.command("plan", short_help="Predict one iteration, by one schedule or by all.", epilog=NAMES)
 @model_arguments
-@click.option(
-    "--schedule",
-    "names",
-    callback=schedules,
-    metavar="NAME,...",
-    default="all",
+@schedule_option(
     help=f"Recommended: {', '.join(n for n in RECOMMENDED if n in PLANNERS)}. For comparison: "
-    f"{', '.join(n for n in PLANNERS if n not in RECOMMENDED)}; or all.",
+    f"{', '.join(n for n in PLANNERS if n not in RECOMMENDED)}; or all."
 )
 @json_option
 def command(
-    trace: str,
-    cost: str | None,
-    optimizer: str | None,
-    names: tuple[str, ...],
-    as_json: bool,
+    trace: str, cost: str | None, optimizer: str | None, names: tuple[str, ...], as_json: bool
 ) -> None:
     """Plan the messages of one training step and predict the iteration.
 
@@ -166,7 +157,4 @@ def _about_bound(bound_s: float, run: Run | None) -> list[str]:
         f"the run itself, by {ran.schedule} in {len(ran.groups)} messages: "
         f"{', '.join(known) or 'not yet measured'}",
     ]
-    if absent := run.missing:
-        listed = ", ".join(map(str, absent))
-        notes.append(f"no file of {len(absent)} of {run.size} ranks: {listed}")
-    return notes
+    return notes + run.missing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,8 +133,7 @@ def _tell(curves: Curves, num_ranks: int, output: str, plot: str | None, as_json
     document = {**costs.to_json(), "num_ranks": num_ranks}
     Path(output).write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
-        from wfbp.cli.figures import cost_curve
-        from wfbp.cli.page import Chapter, write_page
+        from wfbp.cli.figures import Chapter, cost_curve, write_page
 
         text = "Points are medians of the slowest rank; dotted lines are alpha + beta * bytes."
         section = ("What a message costs", text, cost_curve(costs))
@@ -143,12 +143,7 @@ def _tell(curves: Curves, num_ranks: int, output: str, plot: str | None, as_json
         line = fit_linear(curve.points)
         how = goodness(line, curve.points)
         beta = line.beta_s_per_byte
-        fits[operation.value] = {
-            "alpha_s": line.alpha_s,
-            "beta_s_per_byte": beta,
-            "r_squared": how.r_squared,
-            "max_relative_error": how.max_relative_error,
-        }
+        fits[operation.value] = {**asdict(line), **asdict(how)}
         rows.append(
             (
                 operation.value.replace("_", "-"),

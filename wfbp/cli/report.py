@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,7 +17,7 @@ from wfbp.core.timeline import IterationForecast, timeline
 from wfbp.runtime.tuning.candidates import reordered
 
 if TYPE_CHECKING:
-    from wfbp.cli.page import Chapter
+    from wfbp.cli.figures import Chapter
 
 PAGE = "report.html"
 NOTHING_TO_GAIN = 1.05
@@ -39,7 +39,7 @@ def command(run_dir: str, output: str | None) -> None:
     network's cost curve, and predictions of every schedule.
     """
     chapters = [chapter(run) for run in load_runs(run_dir)]
-    from wfbp.cli.page import write_page
+    from wfbp.cli.figures import write_page
 
     target = str(Path(run_dir) / PAGE) if output is None else output
     write_page(target, f"wfbp run {Path(run_dir).resolve().name}", chapters)
@@ -48,8 +48,7 @@ def command(run_dir: str, output: str | None) -> None:
 
 def chapter(run: Run) -> Chapter:
     """All figures of one optimizer."""
-    from wfbp.cli import figures  # first: it says that Plotly is missing
-    from wfbp.cli.page import Chapter
+    from wfbp.cli import figures
 
     first = run.ranks[0]
     trace, costs = first.trace, first.costs
@@ -79,7 +78,7 @@ def chapter(run: Run) -> Chapter:
         text = "Each schedule's prediction for this model on this network, and their lower bound."
         figure = figures.schedules(every, ran)
         sections.append(("All schedules on what was measured", text, figure))
-    return Chapter(run.name, verdict(run, every), _facts(run), _notes(run), sections)
+    return figures.Chapter(run.name, verdict(run, every), _facts(run), _notes(run), sections)
 
 
 def verdict(run: Run, forecasts: Sequence[IterationForecast]) -> str:
@@ -121,16 +120,17 @@ def _late_rank(run: Run) -> tuple[int, int, float] | None:
     count = min(len(rank.iterations) for rank in run.ranks)
     if not count or len(run.ranks) < 2:
         return None
-
-    def median_s(iterations: Sequence[dict[str, Any]], key: str) -> float:
-        median: float = statistics.median(iteration[key] for iteration in iterations[-count:])
-        return median
-
-    closed_s = {rank.rank: median_s(rank.iterations, "closed_s") for rank in run.ranks}
-    length_s = max(median_s(rank.iterations, "done_s") for rank in run.ranks)
-    early, late = min(closed_s, key=closed_s.__getitem__), max(closed_s, key=closed_s.__getitem__)
-    seconds = closed_s[late] - closed_s[early]
-    return (early, late, seconds) if seconds > LATE * length_s else None
+    medians = [
+        (
+            statistics.median(iteration["closed_s"] for iteration in rank.iterations[-count:]),
+            statistics.median(iteration["done_s"] for iteration in rank.iterations[-count:]),
+            rank.rank,
+        )
+        for rank in run.ranks
+    ]
+    (first_s, _, early), (last_s, _, late) = min(medians), max(medians)
+    length_s = max(done_s for _, done_s, _ in medians)
+    return (early, late, last_s - first_s) if last_s - first_s > LATE * length_s else None
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -140,6 +140,12 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     specs = first.plan.tensors
     counted = f"{sum(s.numel for s in specs):,} parameters in {len(specs)} tensors"
     ratio, kappa = run.slowest("ratio_to_lower_bound"), first.figures["kappa"]
+    times = {
+        "iteration, measured": run.slowest("measured_iteration_s"),
+        "iteration, predicted": first.figures["predicted_iteration_s"],
+        "exposed, measured": run.slowest("exposed_s"),
+        "lower bound": first.figures["lower_bound_s"],
+    }
     facts = [
         ("optimizer", run.name),
         ("model", f"{about['model']}: {counted}" if about["model"] else counted),
@@ -154,10 +160,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("steps", f"{first.steps:,}"),
         ("schedule", first.plan.schedule + ("" if first.plan.overlap else ", after backward")),
         ("messages of tensors", f"{len(first.plan.groups)} of {len(specs)}"),
-        ("iteration, measured", _ms(run.slowest("measured_iteration_s"), missing)),
-        ("iteration, predicted", _ms(first.figures["predicted_iteration_s"], missing)),
-        ("exposed, measured", _ms(run.slowest("exposed_s"), missing)),
-        ("lower bound", _ms(first.figures["lower_bound_s"], missing)),
+        *((name, missing if s is None else f"{milliseconds(s)} ms") for name, s in times.items()),
         ("T/LB, measured", missing if ratio is None else f"{ratio:.3f}"),
         ("interference (kappa)", missing if kappa is None else f"{kappa:.2f}"),
     ]
@@ -171,9 +174,7 @@ def _notes(run: Run) -> list[str]:
         notes = [f"The run ended in its {first.phase}: what later steps measure is not known yet."]
     elif first.trace is None or first.costs is None:
         notes = ["Compute or network was not measured: there are no predictions to show."]
-    if run.missing:
-        listed = ", ".join(map(str, run.missing))
-        notes.append(f"{len(run.missing)} of {run.size} ranks left no file here: {listed}.")
+    notes += run.missing
     ratio = run.slowest("ratio_to_lower_bound")
     if ratio is not None and ratio < 1.0:
         notes.append(f"T/LB {ratio:.3f}: {BELOW_BOUND}.")
@@ -188,7 +189,3 @@ def _notes(run: Run) -> list[str]:
 
 def _short(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def _ms(seconds: float | None, missing: str) -> str:
-    return missing if seconds is None else f"{milliseconds(seconds)} ms"

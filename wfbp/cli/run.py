@@ -19,14 +19,7 @@ import click
 from wfbp.config import Config
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program, slurm_command
-from wfbp.launcher.hosts import (
-    MPI_HOSTFILE,
-    Allocation,
-    Host,
-    allocation,
-    parse_hosts,
-    read_hostfile,
-)
+from wfbp.launcher.hosts import MPI_HOSTFILE, Host, allocation, parse_hosts, read_hostfile
 from wfbp.launcher.mpi import find_library, find_mpi
 from wfbp.launcher.rank import REMEDY
 
@@ -35,8 +28,7 @@ CHECK_S = 10
 
 
 @click.command(
-    "run",
-    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    "run", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False}
 )
 @click.option(
     "-n",
@@ -114,12 +106,13 @@ def command(program: tuple[str, ...], **options: Any) -> None:
                 f"-m {program[0]}: expected the name of a module; run a file without -m"
             )
         program = ("python", "-m", *program)
-    granted = None if given.hosts or given.hostfile else allocation(environment)
+    named = given.hosts or given.hostfile
+    system, granted = ("", ()) if named else allocation(environment)
     spec = _job(given, granted, program, environment)
     if given.launcher == "mpirun":
         mpi = find_mpi(given.mpirun)
         words, own = mpirun_command(spec, mpi, environment, os.geteuid() == 0)
-    elif granted is not None and granted.system == "Slurm":
+    elif system == "Slurm":
         words, own = slurm_command(spec, find_library()[0])
     else:
         raise click.UsageError("--launcher srun needs an allocation of Slurm (salloc, sbatch)")
@@ -132,8 +125,8 @@ def command(program: tuple[str, ...], **options: Any) -> None:
     if given.check:
         if spec.interface and (not spec.hosts or any(host.is_local for host in spec.placed())):
             _check_interface(spec.interface)
-        if given.launcher == "mpirun":
-            check_hosts(spec.placed(), granted, spec.remote_shell or "ssh", given.wait_s)
+        if given.launcher == "mpirun" and system in ("", MPI_HOSTFILE):
+            check_hosts(spec.placed(), spec.remote_shell or "ssh", given.wait_s)
         if not spec.is_remote:
             _check_program(program, environment.get("PATH"))
     sys.stdout.flush()
@@ -146,14 +139,14 @@ def command(program: tuple[str, ...], **options: Any) -> None:
 
 def _job(
     given: SimpleNamespace,
-    granted: Allocation | None,
+    granted: Sequence[Host],
     program: Sequence[str],
     environment: dict[str, str],
 ) -> LaunchSpec:
     """The job of a command line; ``click.UsageError`` if that is not clear."""
     if given.hosts and given.hostfile:
         raise click.UsageError("--hosts and --hostfile both name hosts; give one of them")
-    hosts = granted.hosts if granted else ()
+    hosts = granted
     if given.hosts or given.hostfile:
         hosts = parse_hosts(given.hosts) if given.hosts else read_hostfile(given.hostfile)
     if given.num_ranks is None and not hosts:
@@ -208,12 +201,10 @@ def _check_interface(text: str) -> None:
             )
 
 
-def check_hosts(
-    hosts: Sequence[Host], granted: Allocation | None, shell: str, wait_s: float
-) -> None:
-    """Raise ``BackendError`` if hosts do not answer; granted hosts are not checked."""
+def check_hosts(hosts: Sequence[Host], shell: str, wait_s: float) -> None:
+    """Raise ``BackendError`` if other hosts do not answer."""
     others = [host.name for host in hosts if not host.is_local]
-    if not others or (granted is not None and granted.system != MPI_HOSTFILE):
+    if not others:
         return
     words = shlex.split(shell)
     if shutil.which(words[0]) is None:

@@ -11,7 +11,6 @@ from wfbp.core.checks import check_format, instance, number, read_json, whole
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
-from wfbp.runtime.recorder import FORMAT
 
 T = TypeVar("T")
 
@@ -58,9 +57,11 @@ class Run:
     ranks: tuple[RankRun, ...]
 
     @property
-    def missing(self) -> list[int]:
-        """Ranks that left no file."""
-        return sorted(set(range(self.size)) - {run.rank for run in self.ranks})
+    def missing(self) -> list[str]:
+        """A note of the ranks that left no file, if there are any."""
+        ranks = sorted(set(range(self.size)) - {run.rank for run in self.ranks})
+        listed = ", ".join(map(str, ranks))
+        return [f"{len(ranks)} of {self.size} ranks left no file here: {listed}."] if ranks else []
 
     def slowest(self, key: str) -> float | None:
         """The largest of the ranks' figures of that name; None if no rank has it."""
@@ -105,6 +106,8 @@ def _joined(name: str, rows: Sequence[tuple[Path, int, RankRun]]) -> Run:
 
 
 def _document(data: Any) -> tuple[str, int, RankRun]:
+    from wfbp.runtime.recorder import FORMAT
+
     check_format("a recorded run", data, FORMAT)
     size = whole("size", data.get("size"), 1)
     rank = whole("rank", data.get("rank"), 0, size - 1)

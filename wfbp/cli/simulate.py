@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import click
 
-from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedules
+from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedule_option
 from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.cost import Costs
@@ -45,14 +45,7 @@ def _counts(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
     default="ring",
     help="How all-reduce works among them.",
 )
-@click.option(
-    "--schedule",
-    "names",
-    callback=schedules,
-    metavar="NAME,...",
-    default="all",
-    help="Schedules to compare.",
-)
+@schedule_option(help="Schedules to compare.")
 @click.option(
     "--measured-on",
     type=click.IntRange(2, MOST_WORKERS),

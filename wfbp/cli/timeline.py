@@ -9,7 +9,6 @@ import click
 
 from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import print_table
-from wfbp.runtime.timeline import load, merge, save, summarize
 
 MERGED = "timeline.json"
 _TIMES = ("iteration", "forward", "backward", "update", "exposed", "communication")
@@ -28,6 +27,8 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
     several ranks. The merged file opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing.
     At a normal end of a job rank 0 merges them; this merges the files of a killed job.
     """
+    from wfbp.runtime.timeline import load, merge, save, summarize
+
     folder = Path(places[0])
     paths = [Path(place) for place in places]
     if folder.is_dir():

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -24,14 +23,42 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-from wfbp.horovod.left_out import INSTEAD, refuse
-
 __version__ = "0.28.1"
 """Of Horovod, whose public functions are followed."""
 
 _SEARCH_PATH = str(Path(__file__).parent / "search_path")
 _modules: dict[str, ModuleType] = {}
 """Replacements of Horovod's modules, by name."""
+
+_RUN = "start ranks with `wfbprun -n N python -m wfbp.horovod SCRIPT`"
+_STATE = (
+    "use wfbp.horovod.torch.elastic.TorchState, which takes models, optimizers and any other values"
+)
+_WATCH = (
+    "the set of ranks is fixed, so there is nothing to watch; use wfbp.horovod.torch.elastic.run"
+)
+
+INSTEAD = {
+    # horovod
+    "keras": "wfbp has no adapter for Keras; PyTorch is served by wfbp.torch",
+    "mxnet": "wfbp has no adapter for MXNet; PyTorch is served by wfbp.torch",
+    "ray": "use wfbp.integrations.ray.run, or launch/ray_job.py for a script",
+    "run": _RUN,
+    "runner": _RUN,
+    "spark": f"wfbp has no adapter for Spark; {_RUN}",
+    "tensorflow": "wfbp has no adapter for TensorFlow; PyTorch is served by wfbp.torch",
+    # horovod.torch
+    "DistributedGradientTape": "wfbp has no adapter for TensorFlow",
+    "PartialDistributedOptimizer": "pass DistributedOptimizer the parameters to be averaged",
+    "_DistributedAdasumOptimizer": "use DistributedOptimizer(op=Adasum)",
+    "_DistributedOptimizer": "call DistributedOptimizer, which returns a DistributedOptimizerBase",
+    "mpi_lib": "there is no library of that kind; use the functions of wfbp.torch",
+    # horovod.torch.elastic
+    "ObjectState": _STATE,
+    "State": _STATE,
+    "notification_manager": _WATCH,
+}
+"""Replacements of names that are left out, for all of Horovod's modules."""
 
 
 def stand_in() -> None:
@@ -70,7 +97,6 @@ def _contents() -> dict[str, Mapping[str, Any]]:
     surface = import_module("wfbp.horovod.torch")
     elastic = import_module("wfbp.horovod.torch.elastic")
     compression = import_module("wfbp.torch.compression")
-    _OptimizerClass.register(surface.DistributedOptimizerBase)
     names = {name: getattr(surface, name) for name in surface.__all__}
     errors = {
         "HorovodInternalError": surface.HorovodInternalError,
@@ -85,46 +111,37 @@ def _contents() -> dict[str, Mapping[str, Any]]:
         "horovod.torch.compression": {
             name: value for name, value in vars(compression).items() if not name.startswith("_")
         },
-        "horovod.torch.optimizer": {**names, "_DistributedOptimizer": _OptimizerClass},
-        "horovod.common.util": {**names, **_util()},
+        "horovod.torch.optimizer": {
+            **names,
+            "_DistributedOptimizer": surface.DistributedOptimizerBase,
+        },
+        "horovod.common.util": {**names, **_UTIL},
         **{f"horovod.common.{name}": {**names, **errors} for name in _COMMON},
         **{f"horovod.torch.{name}": {**names, **elastic_names} for name in _TORCH},
     }
 
 
-class _OptimizerClass(ABC):  # noqa: B024 - its instances are registered
-    """Horovod's class of optimizers, which programs name in annotations and ``isinstance()``."""
-
-    def __init_subclass__(cls) -> None:
-        raise TypeError(
-            "wfbp.horovod has no optimizers to derive from: call DistributedOptimizer(optimizer), "
-            "and derive from the optimizer's own class"
-        )
-
-    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
-        raise TypeError("call DistributedOptimizer(optimizer), which makes an optimizer")
+def _split_list(items: Sequence[Any], num_parts: int) -> list[Any]:
+    """Successive parts of a list; the first ones are longer by one if it does not divide."""
+    rest = iter(items)
+    length, longer = divmod(len(items), num_parts)
+    return [list(itertools.islice(rest, length + (k < longer))) for k in range(num_parts)]
 
 
-def _util() -> dict[str, Callable[..., Any]]:
-    """Functions that programs copied from Horovod's sources import."""
+_UTIL: dict[str, Callable[..., Any]] = {
+    "check_extension": lambda *_: None,  # wfbp has no build for one version of PyTorch
+    "extension_available": lambda ext_base_name, verbose=False: ext_base_name == "torch",
+    "gpu_available": lambda *_, **__: import_module("torch").cuda.is_available(),
+    "split_list": _split_list,
+}
+"""Functions that programs copied from Horovod's sources import."""
 
-    def check_extension(*_: object) -> None:
-        """No check: wfbp has no build for one version of PyTorch."""
 
-    def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-        return ext_base_name == "torch"
-
-    def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-        return bool(import_module("torch").cuda.is_available())
-
-    def split_list(items: Sequence[Any], num_parts: int) -> list[Any]:
-        """Successive parts of a list; the first ones are longer by one if it does not divide."""
-        rest = iter(items)
-        length, longer = divmod(len(items), num_parts)
-        return [list(itertools.islice(rest, length + (k < longer))) for k in range(num_parts)]
-
-    functions = (check_extension, extension_available, gpu_available, split_list)
-    return {function.__name__: function for function in functions}
+def refuse(module: str, name: str) -> NoReturn:
+    """Raise ``AttributeError`` for a missing name, with what replaces it if it was left out."""
+    if name in INSTEAD:
+        raise AttributeError(f"{module} has no {name}: {INSTEAD[name]}")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def _refuse_import(name: str, path: Any, target: Any = None) -> None:

@@ -87,10 +87,7 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - Accelerate's name
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    def sent(part: torch.Tensor) -> torch.Tensor:
-        return wfbp.broadcast_(part, from_process)
-
-    return recursively_apply(sent, tensor, error_on_other_type=True)
+    return recursively_apply(wfbp.broadcast_, tensor, from_process, error_on_other_type=True)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:

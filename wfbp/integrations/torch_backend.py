@@ -22,7 +22,12 @@ def register() -> None:
 
     if "WFBP" in dist.Backend._plugins:
         return
-    dist.Backend.register_backend("wfbp", _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(
+        "wfbp",
+        lambda *options: import_module("wfbp.torch.distributed.groups").create(*options),
+        extended_api=True,
+        devices=["cpu"],
+    )
 
     def by_environment(url: str, **options: Any) -> Any:
         if not meets_by_mpi(url):
@@ -32,9 +37,3 @@ def register() -> None:
 
     if "wfbp" not in _rendezvous_handlers:
         _rendezvous_handlers["env"] = by_environment
-
-
-def _create(options: Any, backend_options: Any = None) -> Any:
-    from wfbp.torch.distributed.groups import create
-
-    return create(options, backend_options)

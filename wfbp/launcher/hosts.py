@@ -7,7 +7,8 @@ import re
 import socket
 import struct
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,16 +46,8 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """Hosts that a batch system has granted; ``system`` is its name."""
-
-    system: str
-    hosts: tuple[Host, ...]
-
-
 MPI_HOSTFILE = "mpirun's default host file"
-"""``Allocation.system`` if only MPI's own variable names a host file."""
+"""The system of an allocation if only MPI's own variable names a host file."""
 
 _HOST_FILES = {
     "PBS_NODEFILE": "PBS",
@@ -71,15 +64,15 @@ _HOST_FILES = {
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Hosts of ``-H a:4,b:4``; slots of repeated hosts add up. ``ValueError`` for other texts."""
-    hosts = []
+    slots = Counter[str]()
     for part in map(str.strip, text.split(",")):
-        name, colon, slots = part.rpartition(":")
+        name, colon, count = part.rpartition(":")
         if not colon:
-            name, slots = part, "1"
-        if not slots.isdecimal() or not name:
+            name, count = part, "1"
+        if not count.isdecimal() or not name:
             raise ValueError(f"{part!r} in {text!r} is not HOST or HOST:SLOTS")
-        hosts.append(Host(name, int(slots)))
-    return _merged(hosts)
+        slots[name] += Host(name, int(count)).slots
+    return tuple(Host(name, count) for name, count in slots.items())
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
@@ -88,7 +81,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         lines = Path(path).read_text().splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text file: it should name a host in each line") from None
-    hosts: list[Host] = []
+    parts: list[str] = []
     for number, line in enumerate(lines, 1):
         name, _, rest = line.partition("#")[0].strip().partition(" ")
         if not name:
@@ -97,45 +90,26 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
             slots = re.search(r"\bslots\s*=\s*(\S+)", rest) or re.match(r"\s*(\d+)(?:\s|$)", rest)
             if rest and not slots:
                 raise ValueError(f"{rest.strip()!r} is not slots=N")
-            hosts += parse_hosts(f"{name}:{slots[1]}" if slots else name)
+            parts += map(str, parse_hosts(f"{name}:{slots[1]}" if slots else name))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
-    if not hosts:
+    if not parts:
         raise ValueError(f"{path} names no host")
-    return _merged(hosts)
+    return parse_hosts(",".join(parts))
 
 
-def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    slots: dict[str, int] = {}
-    for host in hosts:
-        slots[host.name] = slots.get(host.name, 0) + host.slots
-    return tuple(Host(name, count) for name, count in slots.items())
+def allocation(environment: Mapping[str, str]) -> tuple[str, tuple[Host, ...]]:
+    """The batch system that this job runs under, and the hosts that it granted.
 
-
-def allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """A batch system's hosts for this job, None outside; ``ValueError`` if they are unreadable."""
+    Outside of one both are empty. ``ValueError`` if the hosts are unreadable.
+    """
     if nodes := environment.get("SLURM_JOB_NODELIST"):
-        return Allocation("Slurm", _slurm(nodes, environment))
+        return "Slurm", _slurm(nodes, environment)
     for variable, system in _HOST_FILES.items():
         path = environment.get(variable)
         if path and (system != MPI_HOSTFILE or Path(path).exists()):
-            return Allocation(system, read_hostfile(path))
-    return None
-
-
-def _expand_nodes(text: str) -> list[str]:
-    """The names in a Slurm node list such as ``n[01-02,05],login``, which Slurm itself expands."""
-    if "[" not in text:
-        return text.split(",")
-    words = ["scontrol", "show", "hostnames", text]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30.0)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ValueError(
-            f"Slurm's scontrol does not expand the node list {text!r} ({error}); name the hosts by "
-            "-H or --hostfile"
-        ) from None
-    return done.stdout.split()
+            return system, read_hostfile(path)
+    return "", ()
 
 
 def expand_counts(text: str) -> list[int]:
@@ -150,7 +124,17 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _slurm(nodes: str, environment: Mapping[str, str]) -> tuple[Host, ...]:
-    names = _expand_nodes(nodes)
+    names = nodes.split(",")
+    if "[" in nodes:  # such as n[01-02,05],login
+        words = ["scontrol", "show", "hostnames", nodes]
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30.0)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ValueError(
+                f"Slurm's scontrol does not expand the node list {nodes!r} ({error}); name the "
+                "hosts by -H or --hostfile"
+            ) from None
+        names = done.stdout.split()
     # Without a number of tasks Slurm grants processors, and starts one task for each by default.
     text = environment.get("SLURM_TASKS_PER_NODE") or environment.get("SLURM_JOB_CPUS_PER_NODE")
     counts = expand_counts(text) if text else [1] * len(names)

@@ -66,10 +66,10 @@ def version_of(text: str) -> tuple[int, ...]:
 def find_library() -> tuple[Vendor, tuple[int, ...]]:
     """The make and the version of this Python's MPI library; ``BackendError`` if it has none."""
     try:
-        library = _output(sys.executable, "-c", _ASK)
+        library = output(sys.executable, "-c", _ASK)
     except (OSError, subprocess.SubprocessError) as error:
         raise BackendError(
-            f"{sys.executable} cannot load mpi4py and its MPI library ({_last_line(error)}). "
+            f"{sys.executable} cannot load mpi4py and its MPI library ({last_line(error)}). "
             'Install them, for example by: pip install "wfbp[mpich]"'
         ) from None
     vendor = vendor_of(library)
@@ -93,9 +93,9 @@ def find_mpi(mpirun: str | None = None) -> Mpi:
     rejected = []
     for candidate in dict.fromkeys(candidates):
         try:
-            make = vendor_of(_output(candidate, "--version"))
+            make = vendor_of(output(candidate, "--version"))
         except (OSError, subprocess.SubprocessError) as error:
-            rejected.append(f"{candidate} does not run ({_last_line(error)})")
+            rejected.append(f"{candidate} does not run ({last_line(error)})")
             continue
         if make is vendor:
             return Mpi(vendor, version, candidate)
@@ -107,7 +107,8 @@ def find_mpi(mpirun: str | None = None) -> Mpi:
     )
 
 
-def _output(*words: str) -> str:
+def output(*words: str) -> str:
+    """Standard output and error of a command; ``SubprocessError`` if it fails."""
     done = subprocess.run(
         words,
         capture_output=True,
@@ -119,7 +120,7 @@ def _output(*words: str) -> str:
     return done.stdout + done.stderr
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     """The last line of a failed command's output, which names Python's error."""
     lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

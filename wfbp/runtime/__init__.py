@@ -12,7 +12,6 @@ side effects of imports in the package:
   backend ``wfbp``; ``wfbp.torch.distributed`` serves ``wfbp://`` and ``env://`` and replaces two
   functions of ``torch.distributed``.
 * ``wfbp.jax`` registers primitives with JAX, and forgets programs of one rank in ``shutdown()``.
-* ``wfbp.horovod.torch`` (``adasum``) is told when ``join()`` ends.
 * ``wfbp.horovod.search_path`` is put on ``sys.path`` by ``python -m wfbp.horovod`` alone; importing
   ``horovod`` from there makes ``wfbp.horovod`` replace it.
 """

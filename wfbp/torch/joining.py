@@ -11,15 +11,11 @@ parameters and the state of the last.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from wfbp.runtime import process, signals
 from wfbp.runtime.collectives import api
 from wfbp.torch import gradient_sync, state
-
-at_end: list[Callable[[], None]] = []
-"""Further steps of :func:`join` on all ranks, once all have joined."""
 
 
 @signals.deferred
@@ -47,7 +43,7 @@ def join() -> int:
     operations = api.current("join()")
     if process.size() == 1:
         return operations.join()
-    if at_end or gradient_sync.in_use():
+    if gradient_sync.in_use():
         gc.collect()  # what is forgotten on all ranks must be on this one, too
     thread = process.current("join()").thread
     # Those of an earlier runtime may still be held, by a traceback for example.
@@ -66,6 +62,4 @@ def join() -> int:
         root, sync.last_active = sync.last_active, None
         if root is not None:
             state.share(sync.runtime, sync.optimizer, sync.named, root)
-    for follow_up in at_end:
-        follow_up()
     return last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from wfbp.cli import doctor
 from wfbp.cli.doctor import NOTE, OK, PROBLEM, Findings
 from wfbp.errors import BackendError
 from wfbp.launcher import mpi as mpi_module
-from wfbp.launcher.hosts import Allocation, Host, parse_hosts
+from wfbp.launcher.hosts import Host, parse_hosts
 from wfbp.launcher.mpi import Mpi, Vendor
 
 KILLED = """
@@ -132,14 +133,14 @@ def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(doctor, "CGROUP_CPU", Path("none"))
-    monkeypatch.setattr(doctor, "allocation", lambda environment: None)
+    monkeypatch.setattr(doctor, "allocation", lambda environment: ("", ()))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert not problems(doctor._cores)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     (told,) = problems(doctor._cores)
     assert "4 threads per rank on 2 cores" in told
     assert "cores / ranks" in told
-    granted = Allocation("Slurm", (Host("localhost", 3), Host("elsewhere", 9)))
+    granted = "Slurm", (Host("localhost", 3), Host("elsewhere", 9))
     monkeypatch.setattr(doctor, "allocation", lambda environment: granted)
     cores, threads = problems(doctor._cores)
     assert "3 ranks are granted here, and 2 cores" in cores
@@ -188,14 +189,14 @@ def test_another_mpirun_on_the_path(
 ) -> None:
     mpi = Mpi(Vendor.MPICH, (5, 0), "/env/bin/mpirun")
     monkeypatch.setattr(doctor, "find_mpi", lambda: mpi)
-    monkeypatch.setattr(doctor, "_output", lambda *words: make)
+    monkeypatch.setattr(doctor, "output", lambda *words: make)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/mpirun")
     (found,) = (f for f in of(doctor._mpi) if "/usr/bin/mpirun" in f[1])
     assert (found[0], found[2]) == (status, "use wfbprun, or /env/bin/mpirun")
 
 
 def test_what_mpich_ended_by() -> None:
-    assert doctor._last_words(KILLED, most=2) == "Bus error (signal 7)"
+    assert doctor._last_words(KILLED) == "Bus error (signal 7)"
 
 
 def test_a_setting_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +209,12 @@ def test_a_setting_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_extension_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_output", lambda *words: "ImportError: no module\n")
+    def fails(*words: str) -> str:
+        raise subprocess.CalledProcessError(1, words, stderr="ImportError: no module\n")
+
+    monkeypatch.setattr(doctor, "output", fails)
     (told,) = problems(doctor._extension)
+    assert "(ImportError: no module)" in told
     assert f"pip install -v --no-deps -e {ROOT}" in told
 
 

@@ -125,7 +125,7 @@ def refuse_constant(name: str) -> None:
 @given(recorded=spoilt(RECORDED))
 def test_any_recorded_run(recorded: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Writing the plotting library into every page would take most of the time.
-    monkeypatch.setattr("wfbp.cli.page.get_plotlyjs", lambda: "")
+    monkeypatch.setattr("wfbp.cli.figures.get_plotlyjs", lambda: "")
     (tmp_path / "a.json").write_bytes(recorded)
     (tmp_path / "b.json").write_text(json.dumps(document(1, 2)))
     check(wfbp("report", tmp_path))

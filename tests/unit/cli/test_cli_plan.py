@@ -245,7 +245,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_an_unknown_schedule_names_the_known(tmp_path: Path) -> None:
     told = wfbp("plan", RESNET, "--cost", cost_file(tmp_path), "--schedule", "fastest")
-    assert_refused(told, "--schedule", "'fastest' is not known", *PLANNERS)
+    assert_refused(told, "--schedule is 'fastest'", *PLANNERS)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,6 @@ def test_probing_checks_files_without_making_them(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_file_is_named(tmp_path: Path) -> None:
     folder = record(tmp_path, size=3)
-    assert "no file of" not in wfbp("plan", folder).out
+    assert "left no file" not in wfbp("plan", folder).out
     (folder / "SGD.rank1.json").unlink()
-    assert "no file of 1 of 3 ranks: 1\n" in wfbp("plan", folder, "--schedule", "oasr").out
+    assert "1 of 3 ranks left no file here: 1.\n" in wfbp("plan", folder, "--schedule", "oasr").out

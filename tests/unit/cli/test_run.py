@@ -18,7 +18,6 @@ from wfbp.errors import BackendError
 from wfbp.launcher import rank
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program, slurm_command
 from wfbp.launcher.hosts import (
-    Allocation,
     Host,
     allocation,
     parse_hosts,
@@ -85,13 +84,11 @@ class TestAllocations:
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         granted = {"SLURM_JOB_NODELIST": "n[1-2],gpu3", "SLURM_TASKS_PER_NODE": "4(x2),3"}
         hosts = (Host("n1", 4), Host("n2", 4), Host("gpu3", 3))
-        assert allocation(granted) == Allocation("Slurm", hosts)
+        assert allocation(granted) == ("Slurm", hosts)
         with pytest.raises(ValueError, match=r"'n\[1-x\]' \(.* by -H or --hostfile"):
             allocation({"SLURM_JOB_NODELIST": "n[1-x]"})
         monkeypatch.setenv("PATH", "")
-        assert allocation({"SLURM_JOB_NODELIST": "n1,n2"}) == Allocation(
-            "Slurm", (Host("n1"), Host("n2"))
-        )
+        assert allocation({"SLURM_JOB_NODELIST": "n1,n2"}) == ("Slurm", (Host("n1"), Host("n2")))
         with pytest.raises(ValueError, match=r"scontrol.* by -H or --hostfile"):
             allocation(granted)
 
@@ -110,10 +107,10 @@ class TestAllocations:
         nodes = tmp_path / "nodes"
         nodes.write_text("a\na\nb\n")
         hosts = (Host("a", 2), Host("b", 1))
-        assert allocation({"PBS_NODEFILE": str(nodes)}) == Allocation("PBS", hosts)
-        assert allocation({"LSB_DJOB_HOSTFILE": str(nodes)}) == Allocation("LSF", hosts)
+        assert allocation({"PBS_NODEFILE": str(nodes)}) == ("PBS", hosts)
+        assert allocation({"LSB_DJOB_HOSTFILE": str(nodes)}) == ("LSF", hosts)
         nodes.write_text("a 2 all.q@a UNDEFINED\nb 1 all.q@b UNDEFINED\n")
-        assert allocation({"PE_HOSTFILE": str(nodes)}) == Allocation("Grid Engine", hosts)
+        assert allocation({"PE_HOSTFILE": str(nodes)}) == ("Grid Engine", hosts)
 
     def test_a_host_file_of_the_mpi_library(self, tmp_path: Path) -> None:
         """As the MPI operator of Kubernetes writes it, in either form."""
@@ -124,13 +121,12 @@ class TestAllocations:
             ("OMPI_MCA_orte_default_hostfile", " slots=2"),
         ):
             file.write_text("".join(f"{name}{slots}\n" for name in names))
-            granted = allocation({variable: str(file)})
-            assert granted is not None
-            assert granted.hosts == tuple(Host(name, 2) for name in names)
-        assert allocation({"HYDRA_HOST_FILE": str(tmp_path / "nowhere")}) is None
+            _, granted = allocation({variable: str(file)})
+            assert granted == tuple(Host(name, 2) for name in names)
+        assert allocation({"HYDRA_HOST_FILE": str(tmp_path / "nowhere")}) == ("", ())
 
     def test_none(self) -> None:
-        assert allocation({"PATH": "/bin"}) is None
+        assert allocation({"PATH": "/bin"}) == ("", ())
 
 
 class TestCommands:
@@ -340,10 +336,10 @@ class TestMistakes:
         shell = tmp_path / "shell"
         shell.write_text(f"#!/bin/sh\n[ -e {tmp_path}/up ] || {{ touch {tmp_path}/up; exit 1; }}\n")
         shell.chmod(0o755)
-        run.check_hosts([Host("far")], None, str(shell), 20.0)
+        run.check_hosts([Host("far")], str(shell), 20.0)
         (tmp_path / "up").unlink()
         with pytest.raises(BackendError, match="1 of 1 hosts"):
-            run.check_hosts([Host("far")], None, str(shell), 0.0)
+            run.check_hosts([Host("far")], str(shell), 0.0)
 
     def test_no_ssh(self) -> None:
         code, _, err = wfbp("run", "-H", "far", "--ssh", "no-such-shell", "train.py")

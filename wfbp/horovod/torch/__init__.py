@@ -14,26 +14,27 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import wfbp.torch
 from wfbp.core.types import Op
 from wfbp.errors import InternalError as HorovodInternalError
-from wfbp.horovod.left_out import refuse
+from wfbp.horovod import refuse
 from wfbp.horovod.torch import elastic
-from wfbp.horovod.torch.adasum import combine_steps
 from wfbp.horovod.torch.collectives import *  # noqa: F403
 from wfbp.horovod.torch.operands import HorovodOp
-from wfbp.horovod.torch.optimizer import HorovodOptimizer
-from wfbp.horovod.torch.timeline import start_timeline, stop_timeline
+from wfbp.horovod.torch.optimizer import AdasumOptimizer, HorovodOptimizer
 from wfbp.runtime import process
 from wfbp.runtime.collectives.api import runtime_of
 from wfbp.runtime.collectives.forms import FORMS
 from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.timeline import TraceWriter
 from wfbp.torch import (  # noqa: F401 - in __all__
     Average,
     DistributedOptimizerBase,
@@ -61,7 +62,7 @@ from wfbp.torch import (  # noqa: F401 - in __all__
     synchronize,
 )
 from wfbp.torch.compression import Compression, Compressor
-from wfbp.torch.wrapping import check_optimizer, distribute
+from wfbp.torch.wrapping import check_optimizer, distribute, named_pairs
 
 Adasum = HorovodOp.ADASUM
 
@@ -78,7 +79,7 @@ def init(
 
 
 def join(device: int = -1) -> int:
-    """:func:`wfbp.torch.join`; ``device`` is ignored."""
+    """:func:`wfbp.torch.join`; ``device`` is ignored. Operations by Adasum need every rank."""
     return wfbp.torch.join()
 
 
@@ -193,9 +194,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
                 f"{name} is {value!r}; with op={op} no gradients are sent while backward "
                 "computes, so there is nothing to plan: leave it out"
             )
-    return combine_steps(
-        runtime, optimizer, named_parameters, process_set, compression, sparse_as_dense
+    known = None if named_parameters is None else named_pairs(named_parameters)
+    kind = type(optimizer)
+    made: Any = type(kind.__name__, (AdasumOptimizer, kind), {})
+    wrapped: DistributedOptimizerBase = made(
+        runtime, optimizer, known, process_set, compression, sparse_as_dense
     )
+    return wrapped
 
 
 def broadcast_optimizer_state(
@@ -216,6 +221,33 @@ def broadcast_optimizer_state(
         for param in group["params"]:
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
+
+
+def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
+    """Record training steps and named operations for Perfetto or ``chrome://tracing``.
+
+    Any rank may call it. ``WFBP_RECORD=directory`` records all ranks from ``init()`` on and also
+    compares the clocks of hosts. An earlier recording is closed first.
+
+    Args:
+        file_path: rank 0's file; rank 3 writes ``NAME.rank3.json`` beside ``NAME.json``. It is
+            readable at any time; ``wfbp timeline`` merges the files of all ranks.
+        mark_cycles: ignored; there are no cycles.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    runtime = process.current("start_timeline()")
+    path = Path(file_path)
+    if runtime.rank:
+        path = path.with_name(f"{path.stem}.rank{runtime.rank}{path.suffix}")
+    runtime.record(None)
+    runtime.record(TraceWriter(path, runtime.rank, warn=runtime.warn_once))
+
+
+def stop_timeline() -> None:
+    """Write what is left of the timeline, and record no more."""
+    process.current("stop_timeline()").record(None)
 
 
 __all__ = [
@@ -243,7 +275,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which would take every name for one that exists
-
-    def __getattr__(name: str) -> NoReturn:
-        """Raise ``AttributeError``, with what to use instead of a name that is left out."""
-        refuse(__name__, name)
+    __getattr__ = partial(refuse, __name__)

@@ -12,12 +12,14 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from wfbp.errors import InternalError
-from wfbp.horovod.left_out import refuse
+from wfbp.horovod import refuse
 from wfbp.runtime import process
 from wfbp.runtime.collectives.api import allgather_object, broadcast_object
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
@@ -48,25 +50,18 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-        self._common = 0
-        self._own = 0
-        self.reset()
-
-    @property
-    def processed_num(self) -> int:
-        """Samples of this epoch processed by all ranks up to the last :meth:`merge`, and by this
-        rank since."""
-        return self._common + self._own
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch."""
         self.epoch = epoch
-        self._common = self._own = 0
+        self.processed_num = 0  # by all ranks up to the last merge(), and by this rank since
+        self._own = 0  # by this rank since
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Count this rank's ``batch_size`` samples as processed; ``batch_idx`` is ignored."""
+        self.processed_num += batch_size
         self._own += batch_size
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,16 +70,15 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a :meth:`state_dict`."""
-        self.epoch = state_dict["epoch"]
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self._own = state_dict.get("own_num", 0)
-        self._common = state_dict["processed_num"] - self._own
         self.reset()
 
     def merge(self) -> None:
         """Count the samples of all ranks, and divide the rest again; collective."""
-        by_rank = allgather_object((self.epoch, self._common, self._own), "elastic sampler")
-        self.epoch, self._common, _ = by_rank[0]
-        self._common += sum(own for _, _, own in by_rank)
+        by_rank = allgather_object(self.state_dict(), "elastic sampler")
+        self.epoch, self.processed_num = by_rank[0]["epoch"], by_rank[0]["processed_num"]
+        self.processed_num += sum(state["own_num"] for state in by_rank[1:])
         self._own = 0
         self.reset()
 
@@ -93,7 +87,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
-        left = indices[self._common :]
+        left = indices[self.processed_num - self._own :]
         self.num_replicas, self.rank = process.size(), process.rank()
         self.num_samples = math.ceil(len(left) / self.num_replicas)
         # Every rank gets equally many: the first ones are repeated.
@@ -107,7 +101,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self.num_samples
 
 
-class TorchState:
+_STATEFUL = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)
+
+
+class TorchState(SimpleNamespace):
     """Values that can be committed, restored, and made equal on all ranks.
 
     Args:
@@ -140,14 +137,6 @@ class TorchState:
             setattr(self, name, parts[name])
         self.save()
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """A value given to the constructor."""
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            """A value given to the constructor."""
-
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Have functions called when training begins again after an error."""
         self._on_reset += callbacks
@@ -167,7 +156,7 @@ class TorchState:
     def save(self) -> None:
         """Keep all values on this rank."""
         self._saved = {
-            name: copy.deepcopy(value.state_dict() if _has_state(value) else value)
+            name: copy.deepcopy(value.state_dict() if isinstance(value, _STATEFUL) else value)
             for name, value in self._values()
         }
 
@@ -175,7 +164,7 @@ class TorchState:
         """Restore the last saved values."""
         for name, value in self._values():
             saved = copy.deepcopy(self._saved[name])
-            if _has_state(value):
+            if isinstance(value, _STATEFUL):
                 value.load_state_dict(saved)
             else:
                 setattr(self, name, saved)
@@ -247,12 +236,5 @@ def run(func: F) -> F:
     return cast(F, wrapper)
 
 
-def _has_state(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module | torch.optim.Optimizer | ElasticSampler)
-
-
 if not TYPE_CHECKING:  # which would take every name for one that exists
-
-    def __getattr__(name: str) -> NoReturn:
-        """Say what to use instead of a name of Horovod's that is left out."""
-        refuse(__name__, name)
+    __getattr__ = partial(refuse, __name__)

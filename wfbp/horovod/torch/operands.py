@@ -65,9 +65,8 @@ def _perform_adasum(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """All-reduce by Adasum: every rank combines the contributions of all."""
-    # A sum gathers them, because it is open to ranks that have joined; they contribute zeros.
-    size, place = process_set.size(), process_set.rank()
+    """All-reduce by Adasum: every rank gathers the contributions of all, and combines them."""
+    size = process_set.size()
     if size & (size - 1):
         raise ValueError(f"{HorovodOp.ADASUM} combines a power of two of ranks; there are {size}")
 
@@ -75,22 +74,17 @@ def _perform_adasum(
         check(label, tensor, torch_operands.NAMES)
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"{HorovodOp.ADASUM} combines floating point; found {tensor.dtype}")
-        if form.in_place:
-            torch_operands.note_change(tensor)
         mine, context = compression.compress(tensor.detach())
-        rows = mine.new_zeros((size, *mine.shape))
-        rows[place] = mine * prescale_factor
         # Ranks compare this text: it has all that must be equal.
         called = (
             f"allreduce by {HorovodOp.ADASUM} of {mine.dtype} of shape {tuple(mine.shape)}, "
             f"prescale_factor={prescale_factor}, postscale_factor={postscale_factor}"
         )
         operation = operands.make_operation(
-            Kind.ALLREDUCE,
-            torch_operands.operand_of(rows, label=label),
+            Kind.ALLGATHER,
+            torch_operands.operand_of((mine * prescale_factor)[None]),
             member,
             process_set,
-            op=Op.SUM,
             called=f"{called}, {member!r}" if member else called,
         )
         gather = operation.finish
@@ -99,10 +93,8 @@ def _perform_adasum(
             combined = adasum(list(gather(outcome))) * postscale_factor
             result: torch.Tensor = compression.decompress(combined, context)
             if form.in_place:
-                torch_operands.note_change(tensor)
                 with torch.no_grad():
-                    tensor.copy_(result)
-                return tensor
+                    return tensor.copy_(result)
             if tensor.requires_grad and torch.is_grad_enabled():
                 refuse = partial(torch_operands.refuse_gradient, HorovodOp.ADASUM)
                 result = torch_operands.Connect.apply(tensor, None, [result], refuse)  # type: ignore[no-untyped-call]

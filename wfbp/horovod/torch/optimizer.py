@@ -1,16 +1,32 @@
-"""What :func:`wfbp.horovod.torch.DistributedOptimizer` returns."""
+"""What :func:`wfbp.horovod.torch.DistributedOptimizer` returns.
+
+With ``op=Adasum`` every rank updates its parameters by its own optimizer from its own gradients.
+The change of each parameter, and not its gradient, is then combined over the ranks. Changes that
+are alike are averaged, and orthogonal ones are added (Maleki et al., "Scaling Distributed Training
+with Adaptive Summation", 2020). So the learning rate need not grow with the number of ranks. Each
+rank has its own optimizer state.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from wfbp.errors import DisagreementError
+from wfbp.horovod.torch.operands import HorovodOp, perform
+from wfbp.runtime import consistency
+from wfbp.runtime.arguments import ReducerOptions
+from wfbp.runtime.collectives.forms import FORMS
+from wfbp.runtime.collectives.process_sets import ProcessSet
+from wfbp.runtime.runtime import Runtime
+from wfbp.torch import tensors
+from wfbp.torch.compiling import uncompiled
+from wfbp.torch.compression import Compressor
 from wfbp.torch.optimizer import DistributedOptimizerBase, SyncState
-from wfbp.torch.original import named_params
+from wfbp.torch.original import named_params, take_place, wrapped_of
 
 
 class HorovodOptimizer(DistributedOptimizerBase):
@@ -46,10 +62,6 @@ class HorovodOptimizer(DistributedOptimizerBase):
         self._wfbp_synchronized = False  # Horovod has no such method
         return norm
 
-    def _wfbp_forget_sync(self) -> None:
-        super()._wfbp_forget_sync()
-        self._wfbp_synchronized = False
-
     def _wfbp_differs(self, error: DisagreementError) -> None:
         warnings.warn(str(error), stacklevel=2)
 
@@ -58,3 +70,92 @@ class HorovodOptimizer(DistributedOptimizerBase):
         """Names that match parameters across ranks; some programs for Horovod read this."""
         named = named_params(self, self._wfbp_known, complete=False)
         return {param: name for name, param in named}
+
+
+_TITLE = f"DistributedOptimizer(op={HorovodOp.ADASUM})"
+
+
+class AdasumOptimizer(HorovodOptimizer):
+    """Mixin over the user's optimizer class: combines what its steps change.
+
+    For its base it is the optimizer of a rank that steps alone. ``runtime`` is None on a rank that
+    does.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime | None,
+        original: torch.optim.Optimizer,
+        known: list[tuple[str, torch.Tensor]] | None,
+        process_set: ProcessSet,
+        compression: type[Compressor],
+        sparse_as_dense: bool,
+    ) -> None:
+        """Take the original's place; a collective."""
+        among = runtime if runtime and runtime.size > 1 else None
+        named = named_params(original, known, complete=True)
+        for name, param in named:
+            tensors.check(name, param)
+        if among is not None:
+            if among.size & (among.size - 1):
+                raise ValueError(
+                    f"{among.where}: {_TITLE} combines a power of two of ranks; there are "
+                    f"{among.size}. Start 2, 4, 8, ... ranks, pass a process_set of so many, or "
+                    "op=Average"
+                )
+            kind = type(original)
+            settings = {"the optimizer's class": f"{kind.__module__}.{kind.__qualname__}"}
+            specs = consistency.encode_specs([tensors.spec(n, p) for n, p in named], settings)
+            specs_of_ranks = among.channel.exchange(specs, f"{_TITLE}: comparing tensors")
+            consistency.check_specs(f"{among.where}: {kind.__name__}", specs_of_ranks)
+            self._wfbp_prefix = f"adasum.{next(among.optimizer_numbers)}"
+        previous = getattr(wrapped_of(original), "_wfbp_sync", None)
+        if previous is not None and previous.runtime is among and not previous.successor:
+            previous.release()
+        super().__init__(None, original, known, ReducerOptions("single", 1), sparse_as_dense)
+        self._wfbp_among = among
+        self._wfbp_process_set = process_set
+        self._wfbp_compression = compression
+        take_place(self, refuses=among is not None)
+
+    @uncompiled
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let this rank's optimizer step, and combine what it changed with the others' changes.
+
+        Returns what the optimizer's step returned.
+        """
+        if self._wfbp_among is None:
+            return super().step(closure)
+        params = [p for _, p in named_params(self, self._wfbp_known, complete=False)]
+        before = [p.detach().clone() for p in params]
+        result = super().step(closure)
+        with torch.no_grad():
+            changes = perform(
+                FORMS["grouped_allreduce"],
+                [p - start for p, start in zip(params, before, strict=True)],
+                name=self._wfbp_prefix,
+                compression=self._wfbp_compression,
+                op=HorovodOp.ADASUM,
+                process_set=self._wfbp_process_set,
+            )
+            for param, start, change in zip(params, before, changes, strict=True):
+                param.copy_(start + change)
+        return result
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read first by ``GradScaler.step()``, which may then leave out ``step()``."""
+        if self._wfbp_among is not None:
+            raise RuntimeError(
+                f"{_TITLE} combines steps, and a GradScaler would skip them on one rank alone; "
+                "train without it, in bfloat16 or float32"
+            )
+        return super()._step_supports_amp_scaling
+
+    def skip_synchronize(self) -> NoReturn:
+        """Raise ``RuntimeError``: :meth:`step` itself makes the updates that are combined."""
+        raise RuntimeError(
+            f"a distributed optimizer with op={HorovodOp.ADASUM} has no gradients to synchronize: "
+            "it combines what its step changed. Change or clip this rank's gradients and call "
+            "step()"
+        )
