@@ -147,13 +147,7 @@ def scale(
             line.alpha_s * hops / measured_hops, line.beta_s_per_byte * volume / measured_volume
         )
 
-    scatter, gather = source.reduce_scatter, source.all_gather
-    return Costs(
-        carried(source.all_reduce),
-        carried(scatter) if scatter is not None else None,
-        carried(gather) if gather is not None else None,
-        source.kappa,
-    )
+    return source.map(carried)
 
 
 def _pipelined(between: Costs, within: Costs) -> Costs:
@@ -173,12 +167,8 @@ def _pipelined(between: Costs, within: Costs) -> Costs:
             points.append((size, slower_s + faster_s / max(1.0, size / CHUNK_BYTES)))
         return PiecewiseCost(tuple(points))
 
-    return Costs(
-        both(Operation.ALL_REDUCE),
-        both(Operation.REDUCE_SCATTER),
-        both(Operation.ALL_GATHER),
-        between.kappa,
-    )
+    curves = (both(operation) for operation in Operation)
+    return Costs(*curves, kappa=between.kappa)
 
 
 def control_s(link: Link, workers: int) -> float:
