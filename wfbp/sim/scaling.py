@@ -167,8 +167,12 @@ def _pipelined(between: Costs, within: Costs) -> Costs:
             points.append((size, slower_s + faster_s / max(1.0, size / CHUNK_BYTES)))
         return PiecewiseCost(tuple(points))
 
-    curves = (both(operation) for operation in Operation)
-    return Costs(*curves, kappa=between.kappa)
+    return Costs(
+        both(Operation.ALL_REDUCE),
+        both(Operation.REDUCE_SCATTER),
+        both(Operation.ALL_GATHER),
+        between.kappa,
+    )
 
 
 def control_s(link: Link, workers: int) -> float:

@@ -28,32 +28,9 @@ class CurveSolver:
         self._r = np.array([0.0, *row.ready_s])
         self._floor = row.floor_s
         self._speed = 1.0 / (1.0 + kappa)
-        self._first = [0]
-        self._cost = [row.segments[0][1]]
-        for start, end, cost in row.pieces():
-            self._first += [start] * (end - start)
-            self._cost += [cost] * (end - start)
-        kinds = sorted(set(row.dtypes))
-        members = np.array([[kind == dtype for dtype in row.dtypes] for kind in kinds])
-        zero = np.zeros((len(kinds), 1))
-        self._count: Floats = np.hstack([zero, np.cumsum(members, axis=1)])
-        self._bytes: Floats = np.hstack([zero, np.cumsum(members * np.array(row.sizes), axis=1)])
-
+        self._table = _costs_of_runs(row)
         self._steps: list[tuple[float, float, Partition]] = []  # from, to, the cheapest there
         self._impossible = -np.inf  # no partition is through by then
-
-    @cached_property
-    def _table(self) -> Floats:
-        """Wall seconds of the run (i, j] in row j, column i; infinite if it crosses a segment."""
-        table = np.full((self._n + 1, self._n + 1), np.inf)
-        for j in range(1, self._n + 1):
-            first, cost = self._first[j], self._cost[j]
-            row = table[j, first:j]
-            row[:] = 0.0
-            for count, nbytes in zip(self._count, self._bytes, strict=True):
-                seconds = cost.many(nbytes[j] - nbytes[first:j])
-                row += seconds if len(self._count) == 1 else seconds * (count[j] > count[first:j])
-        return table
 
     @cached_property
     def _best(self) -> tuple[Floats, Ints]:
@@ -167,3 +144,21 @@ class CurveSolver:
             least[better] = through_first[better]
             following[better] = js[first[better]]
         return least, following
+
+
+def _costs_of_runs(row: Row) -> Floats:
+    """Wall seconds of the run (i, j] in row j, column i; infinite if it crosses a segment."""
+    kinds = sorted(set(row.dtypes))
+    members = np.array([[kind == dtype for dtype in row.dtypes] for kind in kinds])
+    counts = np.cumsum(members, axis=1)
+    sent = np.cumsum(members * np.array(row.sizes, dtype=np.float64), axis=1)
+    counts, sent = (np.pad(sums, ((0, 0), (1, 0))) for sums in (counts, sent))
+    table = np.full((len(row.sizes) + 1,) * 2, np.inf)
+    for first, end, cost in row.pieces():
+        for j in range(first + 1, end + 1):
+            seconds = (
+                cost.many(nbytes[j] - nbytes[first:j]) * (count[j] > count[first:j])
+                for count, nbytes in zip(counts, sent, strict=True)
+            )
+            table[j, first:j] = sum(seconds)
+    return table
