@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -59,6 +59,10 @@ class LinearCost:
     def scaled(self, factor: float, part: float = 1.0) -> LinearCost:
         """The cost if all took so many times as long, and only this part of the bytes was sent."""
         return LinearCost(self.alpha_s * factor, self.beta_s_per_byte * factor * part)
+
+    def packed(self, s_per_byte: float) -> LinearCost:
+        """The cost if packing takes so many more seconds per byte."""
+        return LinearCost(self.alpha_s, self.beta_s_per_byte + s_per_byte)
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
         """Lines (a, b) with a, b >= 0 and cost(m) >= a + b * m for m in 0..``max_bytes``."""
@@ -144,6 +148,10 @@ class PiecewiseCost:
     def scaled(self, factor: float, part: float = 1.0) -> PiecewiseCost:
         """As of :class:`LinearCost`."""
         return PiecewiseCost(tuple((size / part, s * factor) for size, s in self.points))
+
+    def packed(self, s_per_byte: float) -> PiecewiseCost:
+        """As of :class:`LinearCost`."""
+        return PiecewiseCost(tuple((size, s + size * s_per_byte) for size, s in self.points))
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
         """As of :class:`LinearCost`."""
@@ -251,18 +259,23 @@ class Costs:
         if part == 1.0:
             return self
         gather = self.of(Operation.ALL_GATHER)
-        return Costs(
-            self.all_reduce.scaled(1.0, part),
-            None if self.reduce_scatter is None else self.reduce_scatter.scaled(1.0, part),
-            gather.scaled(1.0, part) if gathers else gather,
-            self.kappa,
-        )
+        shrunk = self.map(lambda curve: curve.scaled(1.0, part))
+        return replace(shrunk, all_gather=gather.scaled(1.0, part) if gathers else gather)
+
+    def map(self, change: Callable[[CostModel], CostModel]) -> Costs:
+        """The costs with every given curve changed."""
+        curves: dict[str, Any] = {name: change(curve) for name, curve in self._given.items()}
+        return replace(self, **curves)
+
+    @property
+    def _given(self) -> dict[str, CostModel]:
+        curves = {operation.value: getattr(self, operation.value) for operation in Operation}
+        return {name: curve for name, curve in curves.items() if curve is not None}
 
     def to_json(self) -> dict[str, Any]:
         """The costs as plain data, format ``wfbp-cost/1``."""
-        curves = {operation.value: getattr(self, operation.value) for operation in Operation}
-        known = {name: curve.to_json() for name, curve in curves.items() if curve is not None}
-        return {"format": FORMAT, **known, "kappa": self.kappa}
+        curves = {name: curve.to_json() for name, curve in self._given.items()}
+        return {"format": FORMAT, **curves, "kappa": self.kappa}
 
     @classmethod
     def from_json(cls, data: Any) -> Costs:

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from wfbp.core.bound import ratio_to_lower_bound
@@ -30,7 +31,7 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
     """The plan in use and what it costs; times in seconds, None where not yet known."""
     predicted = tuner.predicted
     bound_s = predicted.lower_bound_s if predicted else None
-    measured_s = tuner.measured_s
+    measured_s, steps = tuner.measured_s, tuner.visit.steps
     # Before the plan has run, the prediction replaces the measurement.
     latest_s = measured_s or (predicted.iteration_s if predicted else None)
     return {
@@ -46,7 +47,7 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
         "predicted_iteration_s": predicted.iteration_s if predicted else None,
         "measured_iteration_s": measured_s,
         "predicted_exposed_s": predicted.exposed_s if predicted else None,
-        "exposed_s": tuner.exposed_s,
+        "exposed_s": median(s.exposed_s for s in steps) if steps else None,
         "lower_bound_s": bound_s,
         "ratio_to_lower_bound": (
             ratio_to_lower_bound(latest_s, bound_s) if latest_s and bound_s else None

@@ -147,13 +147,7 @@ def scale(
             line.alpha_s * hops / measured_hops, line.beta_s_per_byte * volume / measured_volume
         )
 
-    scatter, gather = source.reduce_scatter, source.all_gather
-    return Costs(
-        carried(source.all_reduce),
-        carried(scatter) if scatter is not None else None,
-        carried(gather) if gather is not None else None,
-        source.kappa,
-    )
+    return source.map(carried)
 
 
 def _pipelined(between: Costs, within: Costs) -> Costs:

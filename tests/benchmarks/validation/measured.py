@@ -17,7 +17,7 @@ from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import plan
 from wfbp.core.planners.optimum import finish_s
-from wfbp.core.planners.partition import Rows, all_by, measure
+from wfbp.core.planners.partition import all_by, measure, rows_of
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
@@ -130,7 +130,7 @@ def fitted_columns(trace: Trace, costs: Costs) -> tuple[float, float]:
     """``iteration_s`` of ``layerwise`` and ``single``, without making their plans."""
     lag = costs.kappa / (1.0 + costs.kappa)
     count = len(trace.tensors)
-    row = Rows(trace, costs).backward(all_by(Operation.ALL_REDUCE, count))
+    row = rows_of(trace, costs, all_by(Operation.ALL_REDUCE, count))[0]
     alone, together = (
         finish_s(measure(row, ends, costs.kappa), lag) for ends in (range(1, count + 1), [count])
     )

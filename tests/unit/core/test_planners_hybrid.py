@@ -15,13 +15,12 @@ from tests.unit.core.test_planners_decoupled import random_costs
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS, plan
-from wfbp.core.planners.hybrid import PartitionOptimizer, shared_modes
+from wfbp.core.planners.exact import exact_plan
+from wfbp.core.planners.hybrid import EITHER, shared_modes
 from wfbp.core.planners.partition import plan_of_phases
 from wfbp.core.timeline import iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, TensorSpec
-
-EITHER = (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
 
 
 def check_never_worse(trace: Trace, costs: Costs) -> None:
@@ -105,8 +104,9 @@ def test_at_least_as_good_as_all_shared_groups(linear: bool) -> None:
         trace = reference.random_trace(rng, rng.randint(1, 5))
         costs = random_costs(rng, linear)
         best = best_of_shared_groups(trace, costs)
-        partitions = PartitionOptimizer(trace, costs).best_partitions(shared_modes(trace, costs))
-        assert partitions.seconds <= best * (1 + 1e-9)
+        made, shortest_s = exact_plan("hand", trace, costs, shared_modes(trace, costs), 0.0)
+        assert shortest_s <= best * (1 + 1e-9)
+        assert iteration_s(made, trace, costs) <= best * (1 + 1e-9)
         shortest = iteration_s(plan("hybrid", trace, costs, tolerance=0), trace, costs)
         assert shortest <= best * (1 + 1e-9)
 
@@ -119,11 +119,8 @@ def test_near_the_best_of_all_modes() -> None:
         num_tensors = rng.randint(1, 7)
         trace = reference.random_trace(rng, num_tensors)
         costs = random_costs(rng, True)
-        partition_optimizer = PartitionOptimizer(trace, costs)
         best = min(
-            partition_optimizer.best_partitions(
-                tuple((k + 1, way) for k, way in enumerate(ways))
-            ).seconds
+            exact_plan("hand", trace, costs, tuple(enumerate(ways, start=1)), 0.0)[1]
             for ways in product(EITHER, repeat=num_tensors)
         )
         found = iteration_s(plan("hybrid", trace, costs, tolerance=0), trace, costs)

@@ -232,8 +232,7 @@ def test_what_plans_leave_behind_is_given_back_once_the_last_is_in_use(
 ) -> None:
     """Also where the trial ends with the plan that it tried last, so that nothing is installed."""
     at: list[str] = []
-    monkeypatch.setattr(Trial, "narrow", lambda *_: False)
-    monkeypatch.setattr(Trial, "winner", lambda trial, _: trial.plans[chosen])
+    monkeypatch.setattr(Trial, "narrow", lambda trial, _: trial.plans[chosen])
 
     def body(runtime: Runtime) -> list[str]:
         if runtime.rank == 0:
@@ -266,13 +265,11 @@ def test_a_trial_leaves_no_memory_of_gradients_that_its_winner_does_not_gather(
     def candidates(trace: Trace, costs: Costs, *_: object) -> list[Plan]:
         return [make_plan(schedule, trace, costs) for schedule in ("independent", "layerwise")]
 
-    def chosen(trial: Trial, _: object) -> Plan:
+    def chosen(trial: Trial, _: object) -> Plan | None:
         return next(plan for plan in trial.plans if plan.schedule == winner)
 
     monkeypatch.setattr("wfbp.runtime.tuning.tuner.auto_candidates", candidates)
-    monkeypatch.setattr("wfbp.runtime.tuning.tuner.further_candidates", lambda *_: [])
-    monkeypatch.setattr(Trial, "narrow", lambda *_: False)
-    monkeypatch.setattr(Trial, "winner", chosen)
+    monkeypatch.setattr(Trial, "narrow", chosen)
 
     def body(runtime: Runtime) -> int:
         trainer = Trainer(runtime, make_specs([5, 6, 7]), schedule="auto", decouples=True)

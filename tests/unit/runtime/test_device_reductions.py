@@ -25,7 +25,7 @@ from wfbp.core.planners import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.tuning.profile import TuningPhase
+from wfbp.runtime.tuning.tuner import TuningPhase
 
 STEADY = Config(schedule="layerwise", warmup_steps=10**6, timeout_s=60.0)
 ALL_REDUCE = ("auto", "oasr", "mgwfbp", "layerwise", "single", "threshold")

@@ -10,12 +10,12 @@ from wfbp.core.cost import CostModel, Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.partition import (
     Row,
-    Rows,
     all_by,
     measure,
     plan_of_halves,
     plan_of_phases,
     plan_of_runs,
+    rows_of,
 )
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
@@ -107,10 +107,8 @@ def ipart(trace: Trace, costs: Costs) -> Plan:
     compute of the current one. Push mirrors this from the end of backward. The rule does not fix
     the size of the exposed partition between the phases: each phase tries 1, 2, 4, ... tensors.
     """
-    rows = Rows(trace, costs)
     modes = all_by(Operation.REDUCE_SCATTER, len(trace.tensors))
-    push = rows.backward(modes)
-    pull = rows.forward(range(len(trace.tensors)))
+    push, pull = rows_of(trace, costs, modes)
     push_ends = _best_ends(push, [t.backward_s for t in trace.tensors], costs.kappa)
     pull_ends = _best_ends(pull, [t.forward_s for t in trace.tensors], costs.kappa)
     return plan_of_phases("ipart", trace, modes, push_ends, pull_ends)

@@ -14,7 +14,6 @@ from wfbp.core.planners.partition import Partition, Row, measure
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-MAX_TABLE_TENSORS = 2048  # up to here the costs of all runs are kept, in 32 MiB
 CHUNK_ELEMENTS = 2**17  # costs handled at once, so that they stay in cache
 ROUNDING = 1e-12
 
@@ -29,37 +28,9 @@ class CurveSolver:
         self._r = np.array([0.0, *row.ready_s])
         self._floor = row.floor_s
         self._speed = 1.0 / (1.0 + kappa)
-        self._first = [0]
-        self._cost = [row.segments[0][1]]
-        for start, end, cost in row.pieces():
-            self._first += [start] * (end - start)
-            self._cost += [cost] * (end - start)
-        kinds = sorted(set(row.dtypes))
-        members = np.array([[kind == dtype for dtype in row.dtypes] for kind in kinds])
-        zero = np.zeros((len(kinds), 1))
-        self._count: Floats = np.hstack([zero, np.cumsum(members, axis=1)])
-        self._bytes: Floats = np.hstack([zero, np.cumsum(members * np.array(row.sizes), axis=1)])
-
+        self._table = _costs_of_runs(row)
         self._steps: list[tuple[float, float, Partition]] = []  # from, to, the cheapest there
         self._impossible = -np.inf  # no partition is through by then
-
-    def _row(self, j: int) -> Floats:
-        """Wall seconds of the run (i, j] for every i; infinite for i beyond its segment."""
-        row = np.full(self._n + 1, np.inf)
-        first, cost = self._first[j], self._cost[j]
-        row[first:j] = 0.0
-        for count, nbytes in zip(self._count, self._bytes, strict=True):
-            seconds = cost.many(nbytes[j] - nbytes[first:j])
-            row[first:j] += (
-                seconds if len(self._count) == 1 else seconds * (count[j] > count[first:j])
-            )
-        return row
-
-    @cached_property
-    def _table(self) -> Floats | None:
-        if self._n > MAX_TABLE_TENSORS:
-            return None
-        return np.array([self._row(j) for j in range(self._n + 1)])
 
     @cached_property
     def _best(self) -> tuple[Floats, Ints]:
@@ -67,8 +38,7 @@ class CurveSolver:
         finish = np.zeros(self._n + 1)
         previous = np.zeros(self._n + 1, dtype=np.int64)
         for j in range(1, self._n + 1):
-            row = self._row(j) if self._table is None else self._table[j]
-            ends = np.maximum(finish[:j], self._r[j]) + self._speed * row[:j]
+            ends = np.maximum(finish[:j], self._r[j]) + self._speed * self._table[j, :j]
             previous[j] = ends.argmin()
             finish[j] = ends[previous[j]]
         return finish, previous
@@ -116,8 +86,7 @@ class CurveSolver:
         for j in range(self._n, 0, -1):
             if busy[j] > latest_busy[j]:
                 continue
-            row = self._row(j) if self._table is None else self._table[j]
-            through = row[:j] + busy[j]
+            through = self._table[j, :j] + busy[j]
             better = through < busy[:j]
             better &= through <= latest_busy[j]
             np.copyto(busy[:j], through, where=better)  # much faster than busy[:j][better] = ...
@@ -167,9 +136,7 @@ class CurveSolver:
         columns = np.arange(self._n + 1)
         step = max(CHUNK_ELEMENTS // (self._n + 1), 1)
         for js in (alive[at : at + step] for at in range(0, len(alive), step)):
-            table = self._table
-            rows = np.array([self._row(int(j)) for j in js]) if table is None else table[js]
-            through = rows + busy[js, None]
+            through = self._table[js] + busy[js, None]
             through[through > latest_busy[js, None]] = np.inf
             first = through.argmin(axis=0)
             through_first = through[first, columns]
@@ -177,3 +144,21 @@ class CurveSolver:
             least[better] = through_first[better]
             following[better] = js[first[better]]
         return least, following
+
+
+def _costs_of_runs(row: Row) -> Floats:
+    """Wall seconds of the run (i, j] in row j, column i; infinite if it crosses a segment."""
+    kinds = sorted(set(row.dtypes))
+    members = np.array([[kind == dtype for dtype in row.dtypes] for kind in kinds])
+    counts = np.cumsum(members, axis=1)
+    sent = np.cumsum(members * np.array(row.sizes, dtype=np.float64), axis=1)
+    counts, sent = (np.pad(sums, ((0, 0), (1, 0))) for sums in (counts, sent))
+    table = np.full((len(row.sizes) + 1,) * 2, np.inf)
+    for first, end, cost in row.pieces():
+        for j in range(first + 1, end + 1):
+            seconds = (
+                cost.many(nbytes[j] - nbytes[first:j]) * (count[j] > count[first:j])
+                for count, nbytes in zip(counts, sent, strict=True)
+            )
+            table[j, first:j] = sum(seconds)
+    return table

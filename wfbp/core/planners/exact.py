@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import groupby
 
 from wfbp.core.checks import number
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
-from wfbp.core.planners.optimum import TOLERANCE, fewest_within
-from wfbp.core.planners.partition import Rows, all_by, plan_of_phases, plan_of_runs
+from wfbp.core.planners.optimum import TOLERANCE, fewest, finish_s, optimum, solver_of
+from wfbp.core.planners.partition import Modes, all_by, plan_of_phases, rows_of
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
@@ -23,10 +24,8 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     messages may be sent earlier, never later. Source: our exact formulation of Song et al.,
     "OASR-WFBP", JPDC 2025.
     """
-    number("tolerance", tolerance)
-    row = Rows(trace, costs).backward(all_by(Operation.ALL_REDUCE, len(trace.tensors)))
-    fixed_s = trace.forward_s + trace.other_s
-    return plan_of_runs("oasr", trace, fewest_within(row, costs.kappa, fixed_s, tolerance).ends)
+    modes = all_by(Operation.ALL_REDUCE, len(trace.tensors))
+    return exact_plan("oasr", trace, costs, modes, tolerance)[0]
 
 
 @lru_cache(maxsize=4)  # hybrid asks again what a comparison of all planners has asked before
@@ -37,12 +36,39 @@ def independent(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> 
     fewest groups within half of the relative ``tolerance``. Source: the decoupling is DeAR's (Zhang
     et al., ICDCS 2023); the separate exact partitions are ours (docs/explanation/planning.md).
     """
-    number("tolerance", tolerance)
     modes = all_by(Operation.REDUCE_SCATTER, len(trace.tensors))
-    rows = Rows(trace, costs)
-    fixed_s = trace.forward_s + trace.backward_s + trace.other_s
-    ends = [
-        fewest_within(row, costs.kappa, fixed_s - row.floor_s, tolerance / 2).ends
-        for row in (rows.backward(modes), rows.forward(range(len(trace.tensors))))
+    return exact_plan("independent", trace, costs, modes, tolerance)[0]
+
+
+def exact_plan(
+    schedule: str,
+    trace: Trace,
+    costs: Costs,
+    modes: Modes,
+    tolerance: float,
+    latest_s: float = float("inf"),
+) -> tuple[Plan, float]:
+    """The fewest groups for these modes, and the seconds of the shortest iteration for them.
+
+    Both phases are cut exactly, and share the spare time equally: the relative ``tolerance``, or
+    the time until ``latest_s`` if that is shorter.
+    """
+    number("tolerance", tolerance)
+    # Neighbours of one operation become one segment, whose runs may be longer.
+    modes = tuple([*same][-1] for _, same in groupby(modes, key=lambda mode: mode[1]))
+    rows = rows_of(trace, costs, modes)
+    lag = costs.kappa / (1.0 + costs.kappa)
+    solvers = [solver_of(row, costs.kappa) for row in rows]
+    compute_s = trace.forward_s + trace.backward_s + trace.other_s
+    best = [
+        optimum(solver, lag, compute_s - row.floor_s)
+        for solver, row in zip(solvers, rows, strict=True)
     ]
-    return plan_of_phases("independent", trace, modes, *ends)
+    exposed_s = (finish_s(b, lag) - row.floor_s for b, row in zip(best, rows, strict=True))
+    shortest_s = compute_s + sum(exposed_s)
+    spare_s = max(0.0, min(tolerance * shortest_s, latest_s - shortest_s)) / len(rows)
+    ends = [
+        fewest(solver, lag, b, spare_s, shortest_s).ends
+        for solver, b in zip(solvers, best, strict=True)
+    ]
+    return plan_of_phases(schedule, trace, modes, *ends), shortest_s

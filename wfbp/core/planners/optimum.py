@@ -30,12 +30,12 @@ def finish_s(partition: Partition, lag: float) -> float:
     return partition.makespan + lag * partition.busy
 
 
-def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECISION) -> Partition:
+def optimum(solver: Solver, lag: float, fixed_s: float) -> Partition:
     """The partition of least makespan + ``lag`` * busy time, ``lag`` = kappa / (1 + kappa).
 
     With interference: let b(v) be the least busy time of makespans up to v, a falling step
     function. Every partition with makespan in (low, high] finishes at low + lag * b(high) or later,
-    which drives a branch and bound. ``precision`` is relative to the iteration, whose other part is
+    which drives a branch and bound. Its precision is relative to the iteration, whose other part is
     ``fixed_s``.
     """
     best = solver.fastest()
@@ -50,7 +50,7 @@ def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECI
     intervals = [(low + lag * loosest.busy, low, loosest.makespan, loosest.busy)]
     while intervals:
         bound, low, high, busy = heapq.heappop(intervals)
-        slack = precision * (fixed_s + finish_s(best, lag))
+        slack = PRECISION * (fixed_s + finish_s(best, lag))
         if bound >= finish_s(best, lag) - slack:
             break
         for makespan in ((low + high) / 2, high - slack):
@@ -68,7 +68,24 @@ def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECI
     return best
 
 
-def fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Partition:
+def fewest(
+    solver: Solver, lag: float, best: Partition, spare_s: float, iteration_s: float
+) -> Partition:
+    """The fewest runs that finish within ``spare_s`` after ``best``; of those the fastest."""
+    low = finish_s(best, lag)
+    rounding_s = ROUNDING * iteration_s  # or an optimum of fewer groups might be missed
+    chosen = _fewest_by(solver, lag, low + spare_s + rounding_s, best)
+    while finish_s(chosen, lag) - low > 1e-3 * spare_s + rounding_s:  # bisection
+        middle = (low + finish_s(chosen, lag)) / 2
+        partition = _fewest_by(solver, lag, middle, chosen)
+        if len(partition.ends) <= len(chosen.ends) and finish_s(partition, lag) <= middle:
+            chosen = partition
+        else:
+            low = middle
+    return chosen
+
+
+def _fewest_by(solver: Solver, lag: float, latest_s: float, best: Partition) -> Partition:
     """The partition of fewest runs that finishes by ``latest_s``; ``best`` if no other has fewer.
 
     The deadline for its makespan v is the fixed point of v = latest - lag * b(v) (:func:`optimum`).
@@ -87,25 +104,4 @@ def fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Part
     def accept(partition: Partition) -> bool:
         return finish_s(partition, lag) <= latest_s
 
-    partition = solver.fewest(makespan, accept, at_most)
-    return best if partition is None else partition
-
-
-def fewest_within(row: Row, kappa: float, fixed_s: float, tolerance: float) -> Partition:
-    """The fewest runs within ``tolerance`` of the shortest iteration; of those the fastest."""
-    solver = solver_of(row, kappa)
-    lag = kappa / (1.0 + kappa)
-    best = optimum(solver, lag, fixed_s)
-    optimum_s = fixed_s + finish_s(best, lag)
-    latest_s = optimum_s * (1.0 + tolerance + ROUNDING) - fixed_s
-    chosen = fewest(solver, lag, latest_s, best)
-    precision_s = (1e-3 * tolerance + ROUNDING) * optimum_s
-    low = finish_s(best, lag)
-    while finish_s(chosen, lag) - low > precision_s:  # bisection
-        middle = (low + finish_s(chosen, lag)) / 2
-        partition = fewest(solver, lag, middle, chosen)
-        if len(partition.ends) <= len(chosen.ends) and finish_s(partition, lag) <= middle:
-            chosen = partition
-        else:
-            low = middle
-    return chosen
+    return solver.fewest(makespan, accept, at_most) or best

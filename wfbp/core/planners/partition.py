@@ -6,6 +6,7 @@ ready times.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -58,15 +59,10 @@ def measure(row: Row, ends: Sequence[int], kappa: float) -> Partition:
     for end in ends:
         while end > segment_end:
             segment_end, cost = next(segments)
-        sizes, dtypes = row.sizes[start:end], row.dtypes[start:end]
-        kinds = sorted(set(dtypes))
-        parts = [sizes]
-        if len(kinds) > 1:
-            parts = [
-                [nbytes for nbytes, dtype in zip(sizes, dtypes, strict=True) if dtype == kind]
-                for kind in kinds
-            ]
-        seconds = sum(cost(sum(part)) for part in parts)
+        sent: Counter[str] = Counter()
+        for k in range(start, end):
+            sent[row.dtypes[k]] += row.sizes[k]
+        seconds = sum(map(cost, sent.values()))
         at = max(at, row.ready_s[end - 1]) + speed * seconds
         busy += seconds
         start = end
@@ -77,33 +73,28 @@ Modes = tuple[tuple[int, Operation], ...]
 """(end, operation) of each segment of backward: how gradients up to that end are sent."""
 
 
-class Rows:
-    """The rows of one trace, for given modes."""
+def rows_of(trace: Trace, costs: Costs, modes: Modes) -> list[Row]:
+    """The row of backward, and that of the next forward if any gradient is gathered there.
 
-    def __init__(self, trace: Trace, costs: Costs) -> None:
-        self._ready_s = trace.ready_times_s
-        self._left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))
-        self._sizes = trace.backward_bytes
-        self._dtypes = [t.spec.real_dtype for t in reversed(trace.tensors)]
-        self._cost = {operation: costs.of(operation) for operation in Operation}
-
-    def backward(self, modes: Modes) -> Row:
-        """Gradients in backward order; all-reduced or reduce-scattered, segment by segment."""
-        segments = [(end, self._cost[operation]) for end, operation in modes]
-        return Row(self._ready_s, self._sizes, self._dtypes, segments, self._ready_s[-1])
-
-    def forward(self, scattered: Sequence[int]) -> Row:
-        """The all-gathers of the next forward in reversed time (docs/explanation/planning.md).
-
-        ``scattered`` are increasing positions in backward order, from 0.
-        """
-        return Row(
-            [self._left_s[k] for k in scattered],
-            [self._sizes[k] for k in scattered],
-            [self._dtypes[k] for k in scattered],
-            [(len(scattered), self._cost[Operation.ALL_GATHER])],
-            self._left_s[-1],
-        )
+    Forward's row is in reversed time (docs/explanation/planning.md).
+    """
+    sizes = trace.backward_bytes
+    dtypes = [t.spec.real_dtype for t in reversed(trace.tensors)]
+    ready_s = trace.ready_times_s
+    segments = [(end, costs.of(operation)) for end, operation in modes]
+    backward = Row(ready_s, sizes, dtypes, segments, ready_s[-1])
+    gathered = scattered(modes)
+    if not gathered:
+        return [backward]
+    left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))
+    forward = Row(
+        [left_s[k] for k in gathered],
+        [sizes[k] for k in gathered],
+        [dtypes[k] for k in gathered],
+        [(len(gathered), costs.of(Operation.ALL_GATHER))],
+        left_s[-1],
+    )
+    return [backward, forward]
 
 
 def all_by(operation: Operation, num_tensors: int) -> Modes:
@@ -124,7 +115,7 @@ def scattered(modes: Modes) -> list[int]:
 def plan_of_runs(schedule: str, trace: Trace, ends: Sequence[int]) -> Plan:
     """The plan that all-reduces runs of backward with these ends, counted from 1."""
     modes = all_by(Operation.ALL_REDUCE, len(trace.tensors))
-    return plan_of_phases(schedule, trace, modes, ends, ())
+    return plan_of_phases(schedule, trace, modes, ends)
 
 
 def plan_of_halves(schedule: str, trace: Trace, ends: Sequence[int]) -> Plan:
@@ -138,7 +129,7 @@ def plan_of_phases(
     trace: Trace,
     modes: Modes,
     backward_ends: Sequence[int],
-    forward_ends: Sequence[int],
+    forward_ends: Sequence[int] = (),
 ) -> Plan:
     """The plan of runs in backward (as :func:`plan_of_runs`, by ``modes``) and of runs in forward.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -37,11 +36,8 @@ class NetworkCosts:
         self._is_logger = is_logger
         self._budget_s = budget_s
         self._check = check
+        # By kind of backend: up to which message size a curve is known, and the curve.
         self._curves: dict[str, dict[Operation, tuple[int, PiecewiseCost]]] = {}
-
-    def _log(self, message: str, *values: object) -> None:
-        if self._is_logger:
-            log.info(f"network: {message}", *values)
 
     def measure(
         self,
@@ -55,11 +51,11 @@ class NetworkCosts:
         curves = self._curves.setdefault(type(lane_backend).__name__, {})
         if anew:
             curves.clear()
+        wanted = {Operation.ALL_REDUCE, *operations}
         missing = [
             operation
             for operation in Operation
-            if (operation is Operation.ALL_REDUCE or operation in operations)
-            and (operation not in curves or curves[operation][0] < max_bytes)
+            if operation in wanted and (operation not in curves or curves[operation][0] < max_bytes)
         ]
         if missing:
             limits = call(
@@ -70,18 +66,15 @@ class NetworkCosts:
             known_bytes = max_bytes if max_bytes < limit else sys.maxsize
             max_bytes = min(max_bytes, limit)
             budget_s = min(self._budget_s / len(missing), _LEAST_S + max_bytes / _BYTES_PER_S)
-            begin_s = time.perf_counter()
             self._log(
-                "measuring what messages of up to %s bytes cost, for at most %.1f s",
-                f"{max_bytes:,}",
-                budget_s * len(missing),
+                f"measuring what messages of up to {max_bytes:,} bytes cost, "
+                f"for at most {budget_s * len(missing):.1f} s"
             )
             for operation in missing:
                 curve = self._curve(operation, max_bytes, budget_s, lane_backend, call)
                 curves[operation] = known_bytes, curve
             if lane_backend is not None:
                 lane_backend.trim()
-            self._log("measured in %.1f s", time.perf_counter() - begin_s)
         known: dict[str, Any] = {operation.value: c for operation, (_, c) in curves.items()}
         return Costs(**known)
 
@@ -94,31 +87,26 @@ class NetworkCosts:
         call: Callable[[Callable[[Backend], Any], str], Any],
     ) -> PiecewiseCost:
         label = f"measuring the network's {operation.value}"
+        check = partial(self._check, label)
         group_s = _GROUP_S if operation is Operation.ALL_REDUCE else _GROUP_S / 2
 
         def measure(host: Backend) -> Finished[Any]:
             backend = lane_backend or host
-            points = monotone_points(
-                measure_cost(
-                    backend,
-                    max_bytes=max_bytes,
-                    operation=operation,
-                    budget_s=budget_s,
-                    check=partial(self._check, label),
-                )
+            measured = measure_cost(
+                backend, max_bytes=max_bytes, operation=operation, budget_s=budget_s, check=check
             )
             added_s = group_s if backend.progresses_alone else 0.0
+            points = monotone_points(measured)
             return Finished(tuple((size, seconds + added_s) for size, seconds in points))
 
         points = call(measure, label)
         (least, first_s), (most, last_s) = points[0], points[-1]
         self._log(
-            "%s: %d bytes in %.1f us, %s bytes in %.2f ms (%.2f GB/s)",
-            operation.value,
-            least,
-            first_s * 1e6,
-            f"{most:,}",
-            last_s * 1e3,
-            most / last_s * 1e-9,
+            f"{operation.value}: {least} bytes in {first_s * 1e6:.1f} us, "
+            f"{most:,} bytes in {last_s * 1e3:.2f} ms ({most / last_s * 1e-9:.2f} GB/s)"
         )
         return PiecewiseCost(points)
+
+    def _log(self, text: str) -> None:
+        if self._is_logger:
+            log.info("network: %s", text)

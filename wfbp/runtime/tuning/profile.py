@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -10,19 +9,6 @@ from statistics import median
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.measuring import StepTimes
-
-
-class TuningPhase(enum.Enum):
-    """The state of a reducer's tuner; reports show the values."""
-
-    WARM_UP = "warm-up"
-    """Steps are counted, under a plan that needs no measurement."""
-    PROFILE = "profile"
-    """Compute is measured, with communication held back."""
-    TRIAL = "trial"
-    """Candidate plans run one after another."""
-    INSTALLED = "installed"
-    """The chosen plan runs until times drift."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +26,8 @@ class Profile:
     def of(cls, steps: Sequence[StepTimes]) -> Profile:
         """The medians. A tensor without gradient in some of the steps is ready at their close."""
 
-        def relative(step: StepTimes, stamp: float, absent: float = -1.0) -> float:
-            return max(0.0, stamp - step.begun_s - step.waited_s) if stamp else absent
+        def relative(step: StepTimes, stamp: float) -> float:
+            return max(0.0, stamp - step.begun_s - step.waited_s) if stamp else -1.0
 
         ready, forward = [], []
         for k in range(len(steps[0].ready_s)):
@@ -59,13 +45,6 @@ class Profile:
         )
 
 
-@dataclass(slots=True)
-class _Event:
-    spec: TensorSpec
-    ready_s: float
-    forward_s: float
-
-
 def combine(
     specs: Sequence[TensorSpec], profiles: Sequence[Profile], kept: Collection[TensorSpec] = ()
 ) -> Trace | None:
@@ -76,45 +55,39 @@ def combine(
     on all ranks are left out unless ``kept``. The last gradient is ready when the step closes.
     """
     closed_s = max(p.closed_s for p in profiles)
-    events = []
+    ready_s: dict[int, float] = {}
     for k, spec in enumerate(specs):
         times = [p.ready_s[k] for p in profiles]
-        if max(times) < 0 and spec not in kept:
-            continue
-        ready_s = max(t if t >= 0 else closed_s for t in times)
-        events.append(_Event(spec, ready_s, max(p.forward_s[k] for p in profiles)))
-    if not events:
+        if max(times) >= 0 or spec in kept:
+            ready_s[k] = min(closed_s, max(t if t >= 0 else closed_s for t in times))
+    if not ready_s:
         return None
-    events.sort(key=lambda e: e.ready_s)
-    first_s = events[0].ready_s
+    backward = sorted(ready_s, key=lambda k: ready_s[k])
+    first_s = ready_s[backward[0]]
+    ready_s[backward[-1]] = closed_s
     forward_end_s = max(p.forward_end_s for p in profiles)
     if not 0 <= forward_end_s <= first_s:
         # The end of forward is unknown: take the first gradient to cost as much as the average one.
-        forward_end_s = max(0.0, first_s - (closed_s - first_s) / len(events))
-    uses = _forward_times(events, forward_end_s)
+        forward_end_s = max(0.0, first_s - (closed_s - first_s) / len(backward))
+    used_s = {k: max(p.forward_s[k] for p in profiles) for k in reversed(backward)}
+    forward_s = _forward_times(used_s, forward_end_s)
     rows = []
     before_s = forward_end_s
-    for position, event in enumerate(events):
-        ready_s = closed_s if position == len(events) - 1 else min(event.ready_s, closed_s)
-        ready_s = max(ready_s, before_s)
-        rows.append(TraceTensor(event.spec, uses[position], ready_s - before_s))
-        before_s = ready_s
-    other_s = forward_end_s - sum(uses)
+    for k in backward:
+        rows.append(TraceTensor(specs[k], forward_s[k], ready_s[k] - before_s))
+        before_s = ready_s[k]
+    other_s = forward_end_s - sum(forward_s.values())
     return Trace("measured", tuple(reversed(rows)), max(0.0, other_s))
 
 
-def _forward_times(events: Sequence[_Event], forward_end_s: float) -> list[float]:
+def _forward_times(used_s: dict[int, float], end_s: float) -> dict[int, float]:
     """Forward seconds of each tensor: from its first use to the next tensor's."""
-    known = sorted(
-        (e.forward_s, -position)
-        for position, e in enumerate(events)
-        if 0 <= e.forward_s <= forward_end_s
-    )
-    times = [0.0] * len(events)
+    known = sorted((k for k, s in used_s.items() if 0 <= s <= end_s), key=lambda k: used_s[k])
+    times_s = dict.fromkeys(used_s, 0.0)
     if not known:
-        times[-1] = forward_end_s
-        return times
-    ends = [start for start, _ in known[1:]] + [forward_end_s]
-    for (start, negated), end in zip(known, ends, strict=True):
-        times[-negated] = end - start
-    return times
+        times_s[next(iter(used_s))] = end_s
+        return times_s
+    ends_s = [used_s[k] for k in known[1:]] + [end_s]
+    for k, next_s in zip(known, ends_s, strict=True):
+        times_s[k] = next_s - used_s[k]
+    return times_s

@@ -6,6 +6,7 @@ the decision, so that ranks agree on any machines and do not plan at once on sha
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,12 +29,9 @@ from wfbp.runtime.tuning.candidates import (
     distinct,
     first_plan,
     fixed_candidates,
-    further_candidates,
-    held,
     reordered,
-    with_packing,
 )
-from wfbp.runtime.tuning.profile import Profile, TuningPhase, combine
+from wfbp.runtime.tuning.profile import Profile, combine
 from wfbp.runtime.tuning.trial import COLD_STEPS, Trial
 
 log = logging.getLogger("wfbp")
@@ -46,6 +44,15 @@ _DRIFT_WINDOWS = 5
 """So many windows in a row that differ from the first one are a drift."""
 _TRIAL_STEPS = 30
 """A trial takes at most so many times ``trial_steps``."""
+
+
+class TuningPhase(enum.Enum):
+    """The state of a reducer's tuner; reports show the values."""
+
+    WARM_UP = "warm-up"  # steps are counted, under a plan that needs no measurement
+    PROFILE = "profile"  # compute is measured, with communication held back
+    TRIAL = "trial"  # candidate plans run one after another
+    INSTALLED = "installed"  # the chosen plan runs until times drift
 
 
 class Tuner:
@@ -71,11 +78,13 @@ class Tuner:
         self._options = options
         self._is_logger = is_logger
         self._decouples = options.decouples and options.schedule not in ALL_REDUCE_SCHEDULES
+        self.operations = tuple(Operation) if self._decouples else (Operation.ALL_REDUCE,)
+        """The collectives whose costs matter."""
         # The part of a decoupled tensor's update that other ranks do.
         self._spared = 1.0 - 1.0 / num_ranks if options.sharded_update else 0.0
         self._update_s = 0.0
-        self._compressed = 1.0  # part of the planned bytes that travels when they are reduced
         self._kappa = 0.0  # as the last trial showed it
+        self._steps_per_round = (config.trial_steps + 1) // 2
         self._num_joined: Counter[TensorSpec] = Counter()
         self._begin(specs)
 
@@ -90,7 +99,8 @@ class Tuner:
 
     def _begin(self, specs: Sequence[TensorSpec]) -> None:
         self.trace: Trace | None = None
-        self.costs: Costs | None = None
+        self.costs: Costs | None = None  # of gradients: by their bytes before compression
+        self.message_costs: Costs | None = None
         self._incumbent: Plan | None = None  # the plan that was installed before a drift
         self._trial_s: dict[str, float] = {}  # of each plan in the latest trial, by digest
         plan = first_plan(self._options.schedule, specs, self._options.threshold_bytes)
@@ -150,8 +160,8 @@ class Tuner:
         messages: Sequence[dict[str, Any]],
         measure: Callable[[], Costs],
         share: Share = lambda compute: compute(),
-    ) -> Plan:
-        """Conclude a round and return the next plan, the same on every rank.
+    ) -> None:
+        """Conclude a round; this may change :attr:`plan`, on every rank alike.
 
         ``messages`` are each rank's :meth:`message`, in rank order. ``measure`` and ``share`` (of
         rank 0's result) are collectives.
@@ -162,17 +172,16 @@ class Tuner:
             self._run_round(share(lambda: self._conclude_round([m["times_s"] for m in messages])))
         elif any(m.get("wants_round") for m in messages):
             self._log(
-                "the iteration time has changed for long, to %.1f ms: measuring and planning anew",
-                (self.measured_s or 0.0) * 1e3,
+                "the iteration time has changed for long, to "
+                f"{(self.measured_s or 0.0) * 1e3:.1f} ms: measuring and planning anew"
             )
             self._incumbent = self.plan
             self._profile()
-        return self.plan
 
     def _profile(self) -> None:
         num_steps = self._config.profile_steps
-        self._log("measuring compute for %d steps, by %s", num_steps, self.plan.summary)
-        self._enter(TuningPhase.PROFILE, held(self.plan), num_steps)
+        self._log(f"measuring compute for {num_steps} steps, by {self.plan.summary}")
+        self._enter(TuningPhase.PROFILE, replace(self.plan, overlap=False), num_steps)
 
     def _plan_anew(
         self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs], share: Share
@@ -187,22 +196,20 @@ class Tuner:
         update_s = max(p.update_s for p in profiles)
         self._update_s = update_s / (1.0 - self._spared * self.plan.decoupled_part)
         trace = replace(trace, other_s=trace.other_s + self._update_s - update_s)
-        if self._decouples and self._compresses_gathers:
+        gathers_gradients = not self._options.sharded_update
+        if self._decouples and gathers_gradients:
             trace = trace.updated_when_read(update_s)
-        self.trace = trace
         nbytes = max(1, self.plan.total_bytes)
         self._log(
-            "measured compute of %d tensors, %.1f MB: forward %.1f ms, backward %.1f, other %.1f",
-            len(trace.tensors),
-            nbytes * 1e-6,
-            trace.forward_s * 1e3,
-            trace.backward_s * 1e3,
-            trace.other_s * 1e3,
+            f"measured compute of {len(trace.tensors)} tensors, {nbytes * 1e-6:.1f} MB: forward "
+            f"{trace.forward_s * 1e3:.1f} ms, backward {trace.backward_s * 1e3:.1f}, "
+            f"other {trace.other_s * 1e3:.1f}"
         )
-        self._compressed = self.wire_bytes / nbytes or 1.0
-        costs = measure().compressed(self._compressed, self._compresses_gathers)
-        costs = with_packing(costs, max(p.packing_s for p in profiles) / nbytes)
-        self.costs = replace(costs, kappa=self._kappa)
+        self.message_costs = measure()
+        costs = self.message_costs.compressed(self.wire_bytes / nbytes or 1.0, gathers_gradients)
+        packing_s = max(p.packing_s for p in profiles)
+        costs = costs.map(lambda curve: curve.packed(packing_s / nbytes))
+        self.trace, self.costs = trace, replace(costs, kappa=self._kappa)
         self._run_round(share(self._first_round))
 
     def _first_round(self) -> dict[str, Any]:
@@ -215,59 +222,40 @@ class Tuner:
                 plans = distinct([reordered(self._incumbent, trace), *plans])
         else:
             plans = fixed_candidates(schedule, trace, costs, threshold_bytes)
-        is_trial = len(plans) > 1
-        if is_trial:
+        if len(plans) > 1:
             max_steps = _TRIAL_STEPS * self._config.trial_steps
             self._trial = Trial(plans, self._steps_per_round, max_steps)
-            self._log("trial of %d plans, of at most %d steps", len(plans), max_steps)
-        return {
-            "plans": [plan.to_json() for plan in plans],
-            "trial": is_trial,
-            "kappa": self._kappa,
-            "measured_s": {},
-        }
+            self._log(f"trial of {len(plans)} plans, of at most {max_steps} steps")
+        return _answer(plans, self._kappa, {})
 
     def _conclude_round(self, ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
         """The plans to run after a round, given each rank's times; on rank 0."""
         trial = self._trial
         by_plan = zip(*ranks, strict=True)  # a step takes as long as on the slowest rank
         trial.add_round([[max(times) for times in zip(*each, strict=True)] for each in by_plan])
-        measured_s = trial.measured_s
-        tried = [plan for plan in trial.tried if plan.digest in measured_s]
-        tried.sort(key=lambda plan: measured_s[plan.digest])
-        self._log(
-            "trial, round %d: %s",
-            trial.num_rounds,
-            "; ".join(f"{p.summary} {measured_s[p.digest] * 1e3:.1f} ms" for p in tried),
-        )
+        measured = trial.measured
+        texts = (f"{plan.summary} {seconds * 1e3:.1f} ms" for plan, seconds in measured)
+        self._log(f"trial, round {trial.num_rounds}: {'; '.join(texts)}")
         trace, costs = self._measured
-        overlapped = [(p, measured_s[p.digest] + self._saved_s(p)) for p in tried if p.overlap]
+        overlapped = [(p, seconds + self._saved_s(p)) for p, seconds in measured if p.overlap]
         if overlapped:
             costs = replace(costs, kappa=fit_kappa(trace, costs, overlapped))
         forecasts_s = {
             plan.digest: max(iteration_s(plan, trace, costs) - self._saved_s(plan), 1e-9)
             for plan in trial.plans
         }
-        newcomers: list[Plan] = []
-        if trial.num_rounds == 1 and self._options.schedule == AUTO:
-            newcomers = further_candidates(tried, trace, costs, self._decouples)
-        goes_on = trial.narrow(forecasts_s, newcomers)
-        plans = trial.plans if goes_on else [trial.winner(forecasts_s)]
-        return {
-            "plans": [plan.to_json() for plan in plans],
-            "trial": goes_on,
-            "kappa": costs.kappa,
-            "measured_s": measured_s,
-        }
+        winner = trial.narrow(forecasts_s)
+        measured_s = {plan.digest: seconds for plan, seconds in measured}
+        return _answer([winner] if winner else trial.plans, costs.kappa, measured_s)
 
     def _run_round(self, answer: dict[str, Any]) -> None:
-        """Run the plans that rank 0 chose for a round, or install the final one."""
+        """Run the plans that rank 0 chose for a round, or install the only one."""
         _, costs = self._measured
         plans = [Plan.from_json(plan) for plan in answer["plans"]]
         self._kappa = answer["kappa"]
         self.costs = replace(costs, kappa=self._kappa)
         self._trial_s = answer["measured_s"]
-        if answer["trial"]:
+        if len(plans) > 1:
             self._round = plans
             self._times_s: list[list[float]] = []
             self._enter(TuningPhase.TRIAL, plans[0], self._steps_per_round)
@@ -275,17 +263,11 @@ class Tuner:
         self._incumbent = None
         self._enter(TuningPhase.INSTALLED, plans[0], _WINDOW_STEPS)
         assert self.predicted is not None
+        tried = "" if self.measured_s is None else f"; {self.measured_s * 1e3:.1f} ms in its trial"
         self._log(
-            "installed %s: predicted %.1f ms, T/LB %.3f%s",
-            self.plan.summary,
-            self.predicted.iteration_s * 1e3,
-            self.predicted.ratio_to_lower_bound,
-            "" if self.measured_s is None else f"; {self.measured_s * 1e3:.1f} ms in its trial",
+            f"installed {self.plan.summary}: predicted {self.predicted.iteration_s * 1e3:.1f} ms, "
+            f"T/LB {self.predicted.ratio_to_lower_bound:.3f}{tried}"
         )
-
-    @property
-    def _steps_per_round(self) -> int:
-        return (self._config.trial_steps + 1) // 2
 
     @property
     def _measured(self) -> tuple[Trace, Costs]:
@@ -295,8 +277,8 @@ class Tuner:
 
     def _saved_s(self, plan: Plan) -> float:
         """Seconds of the update saved because ranks update only their shards."""
-        assert self.trace is not None
-        return min(self._update_s * self._spared * plan.decoupled_part, self.trace.other_s)
+        trace, _ = self._measured
+        return min(self._update_s * self._spared * plan.decoupled_part, trace.other_s)
 
     @property
     def doubts_costs(self) -> bool:
@@ -304,34 +286,16 @@ class Tuner:
         return self._incumbent is not None
 
     @property
-    def operations(self) -> tuple[Operation, ...]:
-        """The collectives whose costs matter."""
-        return tuple(Operation) if self._decouples else (Operation.ALL_REDUCE,)
-
-    @property
-    def _compresses_gathers(self) -> bool:
-        """Whether all-gathers carry gradients, which are compressed like reductions."""
-        return not self._options.sharded_update
-
-    @property
     def wire_bytes(self) -> int:
         """Bytes of all gradients as they are reduced."""
         return sum(spec.wire_bytes(self._options.wire_dtype) for spec in self.plan.tensors)
 
     @property
-    def message_costs(self) -> Costs | None:
-        """The costs by bytes of messages, which compression makes smaller than planned."""
-        if self.costs is None:
-            return None
-        return self.costs.compressed(1.0 / self._compressed, self._compresses_gathers)
-
-    @property
     def predicted(self) -> IterationForecast | None:
         """The prediction for the plan in use; None before compute and network are measured."""
         if self._prediction is None and self.trace is not None and self.costs is not None:
-            plan = reordered(self.plan, self.trace)
-            other_s = self.trace.other_s - self._saved_s(plan)
-            self._prediction = timeline(plan, replace(self.trace, other_s=other_s), self.costs)
+            other_s = self.trace.other_s - self._saved_s(self.plan)
+            self._prediction = timeline(self.plan, replace(self.trace, other_s=other_s), self.costs)
         return self._prediction
 
     @property
@@ -341,13 +305,14 @@ class Tuner:
             return median(s.length_s for s in steps)
         return self._trial_s.get(self.plan.digest, self.visit.cold_s)
 
-    @property
-    def exposed_s(self) -> float | None:
-        """Median time that training waited for communication."""
-        if not (steps := self.visit.steps):
-            return None
-        return median(s.exposed_s for s in steps)
-
-    def _log(self, message: str, *values: object) -> None:
+    def _log(self, text: str) -> None:
         if self._is_logger:
-            log.info(f"%s: {message}", self._options.name, *values)
+            log.info("%s: %s", self._options.name, text)
+
+
+def _answer(plans: Sequence[Plan], kappa: float, measured_s: dict[str, float]) -> dict[str, Any]:
+    return {
+        "plans": [plan.to_json() for plan in plans],
+        "kappa": kappa,
+        "measured_s": measured_s,
+    }

@@ -24,7 +24,7 @@ from tests.parallel.programs.torch.training import (
 )
 from tests.support.sharding import SHARDING
 from wfbp.core import planners
-from wfbp.runtime.tuning.profile import TuningPhase
+from wfbp.runtime.tuning.tuner import TuningPhase
 
 check = Checks()
 
