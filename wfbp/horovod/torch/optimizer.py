@@ -46,10 +46,6 @@ class HorovodOptimizer(DistributedOptimizerBase):
         self._wfbp_synchronized = False  # Horovod has no such method
         return norm
 
-    def _wfbp_forget_sync(self) -> None:
-        super()._wfbp_forget_sync()
-        self._wfbp_synchronized = False
-
     def _wfbp_differs(self, error: DisagreementError) -> None:
         warnings.warn(str(error), stacklevel=2)
 
