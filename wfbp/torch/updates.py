@@ -28,7 +28,6 @@ from wfbp.torch.pending import PendingParameters
 from wfbp.torch.state_sharding import State, StateSharding
 
 Reduced = Sequence[BufferView | None]
-Group = dict[str, Any]
 
 
 def bare_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
@@ -67,12 +66,13 @@ class Update:
         self._device_type = params[0].device.type
         self.sharding = sharding
         self._installed = 0
+        self._settings: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []
+        """Attributes and groups of the optimizer in this step."""
         self._early: tuple[set[int], int] = set(), 0
         # Of a replicated update whose gradients are being gathered.
         self._layouts = [tensors.Layout.of(p) for p in params]
         self._due: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By index: an alias of the parameter, and the gradient that is under way."""
-        self._snapshot: tuple[dict[str, Any], list[Group]] = {}, []
         complete = self._complete if sharding is None else None
         self.pending = PendingParameters(params, reducer.await_tensor, complete, name)
 
@@ -160,15 +160,12 @@ class Update:
 
         return optim.Optimizer.profile_hook_step(step)(own)
 
-    def _run(
-        self,
-        attributes: dict[str, Any],
-        groups: Sequence[Group],
-        targets: Mapping[int, torch.Tensor],  # by the id of the parameter that each stands for
-    ) -> Any:
-        """Step some tensors, by an optimizer of the same class with these attributes and groups."""
+    def _run(self, targets: Mapping[int, torch.Tensor], **more: Any) -> Any:
+        """Step some tensors, by the id of the parameter that each stands for, by an optimizer of
+        the same class with the settings of this step, and ``more`` attributes."""
+        attributes, groups = self._settings
         stepped: Any = object.__new__(type(self._optimizer))
-        stepped.__dict__.update(attributes)
+        stepped.__dict__.update(attributes, **more)
         stepped.param_groups = []
         for group in groups:
             if params := [targets[id(p)] for p in group["params"] if id(p) in targets]:
@@ -180,7 +177,7 @@ class Update:
     def _step_shards(self, sharding: StateSharding, reduced: Reduced | None) -> Any:
         reducer, params = self._reducer, self._params
         start = reducer.clock.start_update()
-        attributes, groups = vars(self._optimizer), self._optimizer.param_groups
+        self._settings = vars(self._optimizer), self._optimizer.param_groups
         addresses = [p.data_ptr() for p in params]
         indices = list(sharding.shards)
         early, count = self._early
@@ -194,10 +191,10 @@ class Update:
                 [params[k] for k in indices if gradients[k] is not None]
             )
             if early:
-                self._run(attributes, groups, {k: targets.pop(k) for k in early if k in targets})
+                self._run({k: targets.pop(k) for k in early if k in targets})
             reducer.gather(addresses, params, count)
             gathers = True
-            result = self._run(attributes, groups, targets)
+            result = self._run(targets)
         finally:
             # Even if the optimizer raised: every rank must see what it did to its shards.
             if gathers:
@@ -248,7 +245,7 @@ class Update:
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         for group in groups:  # the program may change settings before they are used
             group.update(copy.deepcopy({k: group[k] for k in optimizer.defaults if k in group}))
-        self._snapshot = dict(vars(optimizer)), groups
+        self._settings = dict(vars(optimizer)), groups
         now: dict[int, torch.Tensor] = {}
         for index, (param, slot) in enumerate(zip(params, whole, strict=True)):
             if not reducer.decouples_tensor(index):
@@ -260,7 +257,7 @@ class Update:
         torch.autograd.graph.increment_version([params[k] for k in waiting])
         start = reducer.clock.start_update()
         try:
-            return self._run(vars(optimizer), optimizer.param_groups, now)
+            return self._run(now)
         finally:
             reducer.clock.mark_update(start)
             self.pending.begin(waiting, reducer.gather_groups, [p.data_ptr() for p in params])
@@ -271,7 +268,6 @@ class Update:
         # By aliases: gradients that the program has computed meanwhile stay the parameters'.
         reducer, own, state = self._reducer, self._optimizer.state, defaultdict[Any, Any](dict)
         start = reducer.clock.start_update()
-        attributes, groups = self._snapshot
         due = {self._params[k]: self._due.pop(k) for k in indices}
         with _as_in_step(self._device_type):
             for param, (alias, gradient) in due.items():
@@ -279,7 +275,7 @@ class Update:
                 if param in own:
                     state[alias] = own[param]
             targets = {id(param): alias for param, (alias, _) in due.items()}
-            self._run({**attributes, "state": state}, groups, targets)
+            self._run(targets, state=state)
         for param, (alias, _) in due.items():
             if alias in state:
                 own[param] = state[alias]
