@@ -294,25 +294,25 @@ COMM = [
 TORCH = [
     Mutation(
         "torch/gradient_sync.py",
-        "elif grad._version != self.versions[index] and",
-        "elif grad._version < self.versions[index] and",
+        "elif grad._version != version and",
+        "elif grad._version < version and",
         unit("torch/test_gradient_guard"),
     ),
     Mutation(
         "torch/pending.py",
-        "while index not in arrived:",
-        "for _ in range(len(self._groups)):",
+        "if number <= last:",
+        "if True:",
         unit("torch/test_pending"),
     ),
     Mutation(
         "torch/pending.py",
-        "_storage_uses(s.cdata) != _USES_OF_TWO",
-        "_storage_uses(s.cdata) > _USES_OF_TWO + 9",
+        "set(map(_storage_uses, self._storages)) != {_USES_OF_TWO}",
+        "max(map(_storage_uses, self._storages)) > _USES_OF_TWO + 9",
         unit("torch/test_pending"),
     ),
     Mutation(
         "torch/pending.py",
-        "            if not self._is_pending(index):  # a",
+        "            if index not in self._left:  # a",
         "            if False:  # a",
         ("tests/parallel/test_signals.py", "-k", "2-mpich and read"),
     ),

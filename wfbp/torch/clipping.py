@@ -27,11 +27,7 @@ class Limit:
 
     @classmethod
     def of(cls, max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> Limit:
-        """The limit by a caller's arguments.
-
-        Raises ``TypeError`` if a norm is no number, such as the parameters; ``ValueError`` if it is
-        out of range.
-        """
+        """The limit by a caller's arguments; else ``TypeError`` or ``ValueError``."""
         remedy = (
             "a number of at least 0. The optimizer knows its parameters: call "
             "optimizer.clip_grad_norm_(max_norm)"

@@ -63,10 +63,7 @@ def compare_beginnings(
     is_logger: bool,
 ) -> None:
     """Raise ``DisagreementError`` on every rank unless all have the same hyperparameters; warn if
-    their parameters differ, because a program may still make them equal.
-
-    Settings for which the optimizer has defaults are compared, as far as they are plain values.
-    """
+    their parameters differ, because a program may still make them equal."""
     groups = optimizer.param_groups
     settings: dict[str, Any] = {"the number of parameter groups": len(groups)}
     for number, group in enumerate(groups):
@@ -117,8 +114,7 @@ def _plain(value: Any) -> Any:
 
 
 def combined_loss(reducer: Reducer, loss: Any, average: bool) -> Any:
-    """The sum or average over the ranks that have one; what is no real number is returned as it
-    is."""
+    """The sum or average over the ranks that have one; itself if it is no real number."""
     held = loss.detach() if isinstance(loss, torch.Tensor) else None
     if held is None:
         number = isinstance(loss, Real) and not isinstance(loss, bool)

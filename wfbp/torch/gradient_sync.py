@@ -46,39 +46,32 @@ owners: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDicti
 """By a parameter's id, the object that exchanges its gradients, and keeps it alive. (An attribute
 of the parameter would be pickled with it.)"""
 
-_in_use: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDictionary()
-"""By number, in the order of making."""
 _made = count()
 
 
 class GradientGuard:
-    """Notices gradients that were changed between their hooks and their reduction. It compares
-    PyTorch's count of changes in place, addresses, and samples of some values, for changes that
-    PyTorch does not count. Used by the training thread and by backward's."""
+    """Notices gradients that were changed between their hooks and their reduction, by PyTorch's
+    count of changes in place, addresses, and samples of some values. Used by the training thread
+    and by backward's."""
 
     def __init__(self, name: str, names: Sequence[str], on_host: bool = True) -> None:
         self._name = name
         self._names = names
         self._on_host = on_host
-        self.grads: list[torch.Tensor | None] = [None] * len(names)
-        """By index, written by the hooks; None where no hook has run."""
-        self.versions = [0] * len(names)
-        self.addresses = [0] * len(names)
+        self.seen: list[tuple[torch.Tensor, int, int] | None] = [None] * len(names)
+        """By index: gradient, version and address (0 if sparse); None where no hook has run."""
         self.samples: dict[int, torch.Tensor | None] = {}
         """Of the gradients that are sampled in this step; None before their hooks."""
         self._num_steps = 0
         self._is_averaged = False
-        self._clean = self.grads[:]
-        self._seen: Sequence[int] = range(len(names))
+        self._present: Sequence[int] = range(len(names))
         """Which had gradients in the last step that had any."""
         self._choose()
 
     def watch(self, index: int, grad: torch.Tensor, averaged: bool = False) -> None:
         """Notice changes of a gradient from now on. ``averaged``: its average lies elsewhere."""
         self._is_averaged = averaged
-        self.grads[index] = grad
-        self.versions[index] = grad._version
-        self.addresses[index] = 0 if grad.is_sparse else grad.data_ptr()
+        self.seen[index] = grad, grad._version, 0 if grad.is_sparse else grad.data_ptr()
         if grad.is_sparse or index in self.samples:
             self.samples[index] = _sample(grad)
 
@@ -102,54 +95,46 @@ class GradientGuard:
         """Compare every gradient with what its hook saw; returns the indices of those that are
         cleared. Raises ``RuntimeError`` if one was changed or replaced."""
         cleared = []
-        for index, seen in enumerate(self.grads):
+        for index, seen in enumerate(self.seen):
             if seen is None:
                 continue
-            grad = params[index].grad
+            grad, (old, version, address) = params[index].grad, seen
             if grad is None:
                 cleared.append(index)
-            elif grad is not seen:
+            elif grad is not old:
                 self.refuse(index, "replaced")
-            elif grad._version != self.versions[index] and not self._accumulated_beside(grad):
+            elif grad._version != version and not (address and self._is_counted_beside(grad)):
                 self.refuse(index, "changed in place")
-            elif self.addresses[index] and grad.data_ptr() != self.addresses[index]:
+            elif address and grad.data_ptr() != address:
                 self.refuse(index, "moved to other memory")
-        for index, sample in self.samples.items():
-            seen = self.grads[index]
-            if sample is None or seen is None or index in cleared:
-                continue
-            if (now := _sample(seen)).shape != sample.shape or not torch.equal(now, sample):
+            sample = self.samples.get(index)
+            if grad is not None and sample is not None and not torch.equal(_sample(grad), sample):
                 self.refuse(index, "changed in place")
         return cleared
 
     def clear(self) -> None:
-        """Forget all gradients. The lists and the dictionary stay the same ones."""
-        self._seen = [k for k, grad in enumerate(self.grads) if grad is not None] or self._seen
-        self.grads[:] = self._clean
+        """Forget all gradients. The list and the dictionary stay the same ones."""
+        self._present = [k for k, seen in enumerate(self.seen) if seen is not None] or self._present
+        self.seen[:] = [None] * len(self.seen)
         self._is_averaged = False
         self._num_steps += 1
         self._choose()
 
-    def _accumulated_beside(self, grad: torch.Tensor) -> bool:
+    def _is_counted_beside(self, grad: torch.Tensor) -> bool:
         """Whether another gradient's hook has counted all changes of memory that both share."""
-        if grad.is_sparse:
-            return False
         memory = grad.untyped_storage().data_ptr()
         return any(
-            seen is not None
-            and version == grad._version
-            and not seen.is_sparse
-            and seen.untyped_storage().data_ptr() == memory
-            for seen, version in zip(self.grads, self.versions, strict=True)
+            address and version == grad._version and other.untyped_storage().data_ptr() == memory
+            for other, version, address in filter(None, self.seen)
         )
 
     def _choose(self) -> None:
         """Have gradients sampled that are spread over all, and so over the groups."""
         self.samples.clear()
-        number, seen = self._num_steps, self._seen
+        number, present = self._num_steps, self._present
         if self._on_host or number < _FIRST_STEPS or number % _EVERY_STEPS == 0:
-            stride = max(1, len(seen) // _SAMPLED_GRADIENTS)
-            self.samples.update(dict.fromkeys(seen[number % stride :: stride]))
+            stride = max(1, len(present) // _SAMPLED_GRADIENTS)
+            self.samples.update(dict.fromkeys(present[number % stride :: stride]))
 
 
 def _sample(grad: torch.Tensor) -> torch.Tensor:
@@ -199,7 +184,6 @@ class OptimizerSync:
         self._sparse_as_dense = sparse_as_dense
         self._on_difference = on_difference
         kind = type(optimizer)
-        self._only_sparse = issubclass(kind, torch.optim.SparseAdam)
         specs = [tensors.spec(n, p) for n, p in named]
         this = weakref.ref(self)
         self.reducer = reducer = Reducer(
@@ -244,8 +228,7 @@ class OptimizerSync:
         sharding = None
         if options.sharded_update and reducer.may_decouple:
             sharding = StateSharding(runtime, specs, params, optimizer, reducer.exchange)
-        self._step_whole = _timed(reducer, step)
-        self.update = Update(reducer, optimizer, self._step_whole, params, sharding, name)
+        self.update = Update(reducer, optimizer, step, params, sharding, name)
         for param in params:
             owners[id(param)] = self
         self._hooks: dict[int, Any] = {}
@@ -253,7 +236,7 @@ class OptimizerSync:
             if param.requires_grad:
                 self._hook(index)
         weakref.finalize(self, _remove, self._hooks, reducer, self._forward.abandon)
-        _in_use[next(_made)] = self
+        self.made = next(_made)
 
     @property
     def open(self) -> bool:
@@ -271,15 +254,13 @@ class OptimizerSync:
         if count == 1 or param.is_complex():
             count = -1  # its gradient may be a lazy conjugate, or the imaginary part of one
         this = weakref.ref(self)
-        guard = self._guard
-        grads, versions, addresses = guard.grads, guard.versions, guard.addresses
-        samples = guard.samples
+        seen, samples = self._guard.seen, self._guard.samples
         local, unsent = self._local, self._unsent
 
         @uncompiled
         def announce(param: torch.Tensor) -> None:
             # Within no_sync() it stays here, unless it was announced in this step and now grows.
-            if local and grads[index] is None:
+            if local and seen[index] is None:
                 unsent.add(index)
                 return
             grad: Any = param.grad
@@ -290,9 +271,7 @@ class OptimizerSync:
             address = grad.data_ptr()
             mark_ready(index, address or _EMPTY, grad)
             # As GradientGuard.watch() does, without another call.
-            grads[index] = grad
-            versions[index] = grad._version
-            addresses[index] = address
+            seen[index] = grad, grad._version, address
             if index in samples:
                 samples[index] = _sample(grad)
 
@@ -357,7 +336,7 @@ class OptimizerSync:
             self._views_of = reducer.num_installed
             self._views = [None] * len(self._params)
             self._moved = [{} for _ in self._params]
-        for index, announced in enumerate(self._guard.grads):
+        for index, announced in enumerate(self._guard.seen):
             if announced is None or index in self._sparse:
                 self._keep_sparse(index)
         sparse = dict(self._sparse)
@@ -371,8 +350,10 @@ class OptimizerSync:
             self._take_sparse(sparse, reduced)
         if self._forward.watching is not reducer.profiling:
             self._forward.follow()
-        self._compare()
-        self._note_joined()
+        if not self._compared:
+            self._compare()
+        if self._alone or reducer.joined_ranks:
+            self._note_joined()
         return reduced
 
     def _take(self, reduced: Sequence[BufferView | None]) -> None:
@@ -398,11 +379,6 @@ class OptimizerSync:
                 held = views[index] = tensors.view(slot.data, layouts[index])
             if params[index].grad is not held:
                 params[index].grad = held
-        if self._only_sparse:
-            for index, slot in enumerate(reduced):
-                grad = params[index].grad
-                if slot is not None and grad is not None and not grad.is_sparse:
-                    params[index].grad = grad.to_sparse(1)
 
     def _take_sparse(
         self, sparse: dict[int, torch.Tensor], reduced: Sequence[BufferView | None]
@@ -421,8 +397,6 @@ class OptimizerSync:
     def _compare(self) -> None:
         """Before the first update, compare hyperparameters; a collective."""
         # After the step's gradients: all ranks must use the backend in the same order.
-        if self._compared:
-            return
         try:
             is_logger = self.runtime.rank == 0
             exchanges.compare_beginnings(self.reducer, self.optimizer, self._params, is_logger)
@@ -437,9 +411,11 @@ class OptimizerSync:
         if self.reducer.decoupled:
             self.update.pending.wait_all()
         reduced = self._close(whole)
-        shards = any(slot is not None and not slot.whole for slot in reduced)
-        self.held = reduced if shards else None
+        self.held = None
         self._is_clipped = False
+        for slot in reduced:
+            if slot is not None and not slot.whole:
+                self.held = reduced
 
     def synchronize(self, place: int = 0) -> bool:
         """Have whole averages and parameters; whether any rank had a gradient."""
@@ -452,7 +428,8 @@ class OptimizerSync:
                 self.reducer.place = 0
         else:
             self.check_no_new_gradients()
-            self._check_clipped()
+            if self._is_clipped:
+                self._check_clipped()
             # A rank in step() would gather parameters.
             self.reducer.exchange(b"", "synchronize() after clip_grad_norm_()")
             whole = self.reducer.gather_gradients(self.held)
@@ -473,13 +450,12 @@ class OptimizerSync:
 
     def step(self) -> Any:
         """Let the optimizer step; from here on decoupled parameters travel."""
-        self._check_clipped()
+        if self._is_clipped:
+            self._check_clipped()
         update, reduced = self.update, self.held
         self.held = None
         try:
-            if self._alone or not (self.reducer.decoupled or update.sharding is not None):
-                return self._step_whole()
-            return update.apply(reduced)
+            return update.step_whole() if self._alone else update.apply(reduced)
         finally:
             if self.reducer.decoupled and self.reducer.profiling:
                 update.flush()  # nothing travels where compute is measured
@@ -488,7 +464,8 @@ class OptimizerSync:
 
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
         """Scale the reduced gradients; see the optimizer's method of that name."""
-        self._check_clipped()
+        if self._is_clipped:
+            self._check_clipped()
         if self.held is not None and self._gathers_narrow:
             self.synchronize()  # averages are rounded to 16 bits first, and scaled after that
         shards, whole = [], []
@@ -512,13 +489,13 @@ class OptimizerSync:
 
     def _check_clipped(self) -> None:
         """Raise if the program has changed gradients after :meth:`clip_grad_norm_`, in vain."""
-        if self._is_clipped and self.held is not None:
+        if self.held is not None:
             guard = self._guard
             for index in guard.check(self._params):
                 guard.refuse(index, "removed")
             for index, slot in enumerate(self.held):
                 shard = slot is not None and not slot.whole
-                if shard and guard.grads[index] is None and self._params[index].grad is not None:
+                if shard and guard.seen[index] is None and self._params[index].grad is not None:
                     guard.refuse(index, "set")
             guard.clear()
         self._is_clipped = False
@@ -562,7 +539,8 @@ class OptimizerSync:
                 reducer.synchronize(whole=True)
                 if reducer.sparse_anywhere:
                     exchanges.sparse_sums(reducer, self._params, {}, average=False)
-                self._compare()
+                if not self._compared:
+                    self._compare()
                 if len(reducer.joined_ranks) == self.runtime.size:
                     return
                 self._note_joined()
@@ -601,18 +579,6 @@ class OptimizerSync:
         _remove(self._hooks, self.reducer, self._forward.stop)
 
 
-def _timed(reducer: Reducer, step: Callable[[], Any]) -> Callable[[], Any]:
-    """An optimizer's ordinary step on whole gradients, whose time the reducer learns."""
-
-    def step_whole() -> Any:
-        start = reducer.clock.start_update()
-        result = step()
-        reducer.clock.mark_update(start)
-        return result
-
-    return step_whole
-
-
 def _remove(hooks: dict[int, Any], reducer: Reducer, unwatch: Callable[[], None]) -> None:
     unwatch()
     for handle in hooks.values():
@@ -622,10 +588,9 @@ def _remove(hooks: dict[int, Any], reducer: Reducer, unwatch: Callable[[], None]
 
 
 def in_use(runtime: Runtime | None = None) -> list[OptimizerSync]:
-    """Those of one runtime or of all that have not let their parameters go, in the order of
-    making."""
-    syncs = [sync for sync in list(_in_use.values()) if not sync.has_left]
-    return [sync for sync in syncs if runtime in (None, sync.runtime)]
+    """Those that have not let their parameters go, in the order of making."""
+    syncs = [sync for sync in set(owners.values()) if runtime in (None, sync.runtime)]
+    return sorted((s for s in syncs if not s.has_left), key=lambda sync: sync.made)
 
 
 def _finish(runtime: Runtime) -> None:
@@ -633,8 +598,6 @@ def _finish(runtime: Runtime) -> None:
     if runtime is not process.current("shutdown()"):
         _leave_process_set(runtime)
         return
-    for sync in set(owners.values()):
-        sync.leave_buffers()
     for held in {owner for owner, _ in list(pending.under_way.values())}:
         is_known = runtime.thread.error is not None  # to the program, by any call since
         try:
@@ -644,6 +607,7 @@ def _finish(runtime: Runtime) -> None:
                 log.error("parameters are not up to date at the end: %s", error)
         held.release()
     for sync in set(owners.values()):
+        sync.leave_buffers()
         sync.update.let_go()
 
 

@@ -32,13 +32,10 @@ NAMES = {**TENSOR_NAMES, torch.int8: "int8", torch.int16: "int16", torch.bool: "
 def operand_of(
     tensor: torch.Tensor,
     in_place: bool = False,
-    like: torch.Tensor | None = None,
+    like: torch.Tensor | None = None,  # the program's, if the result can be differentiated
     label: str = "tensor",
 ) -> Operand:
-    """A tensor on its way into an operation.
-
-    If the result can be differentiated, ``like`` is the tensor that the program passed.
-    """
+    """A tensor on its way into an operation."""
     check(label, tensor, NAMES)
     if in_place:
         note_change(tensor)

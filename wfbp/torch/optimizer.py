@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -24,7 +24,7 @@ from wfbp.torch.clipping import Limit
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.exchanges import combined_loss
 from wfbp.torch.gradient_sync import OptimizerSync
-from wfbp.torch.original import check_params, named_params, param_ids, take_place, wrapped_of
+from wfbp.torch.original import check_params, named_params, take_place, wrapped_of
 
 _NUM_PLACES = 62
 """Names of methods are told apart modulo this, where ranks compare which call ends a step."""
@@ -66,13 +66,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _operation(method: F) -> F:
     """Decorator: run a method within :data:`signals.deferred`, uncompiled."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with signals.deferred:
-            return method(*args, **kwargs)
-
-    uncompiled(method)
-    return cast(F, functools.update_wrapper(uncompiled(call), method))
+    return uncompiled(signals.deferred(method))
 
 
 # Without ``ABC``: classes that are derived together with it may have another metaclass.
@@ -180,8 +174,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             )
         elif previous is not None:
             previous.release()
-        self._wfbp_forget_sync()
-        self._wfbp_ids = param_ids(self)
+        self._wfbp_sync_state = SyncState.NOBODY
+        self._wfbp_ids = {id(p) for group in self.param_groups for p in group["params"]}
 
     def _wfbp_differs(self, error: DisagreementError) -> None:
         """Ranks have different hyperparameters or parameters before the first step."""
@@ -365,7 +359,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             return torch.nn.utils.clip_grad_norm_(params, *astuple(limit))
         if self._wfbp_sync_state is SyncState.SCALER:  # a scaler that has skipped its step
             self._wfbp_sync_state = SyncState.NOBODY
-        self._wfbp_reduce()
+        self._wfbp_reduce(self._wfbp_sync)
         return self._wfbp_sync.clip_grad_norm_(limit)
 
     @_operation
@@ -397,33 +391,28 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             )
         # A scheduler made of the original watches it for calls of step().
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
-        if sync is None:
-            return self._wfbp_step_alone(closure)
-        check_known(self._wfbp_original, self._wfbp_ids)
+        if sync is not None:
+            check_known(self._wfbp_original, self._wfbp_ids)
         if closure is not None:
             try:
-                if sync.open:  # an optimizer may use them before it calls the closure
-                    sync.synchronize(place=_NUM_PLACES + 1)
-                sync.prepare_whole()
+                if sync is not None:
+                    if sync.open:  # an optimizer may use them before it calls the closure
+                        sync.synchronize(place=_NUM_PLACES + 1)
+                    sync.prepare_whole()
                 return self._wfbp_bare["step"](lambda: self._wfbp_evaluate(closure))
             finally:
-                self._wfbp_forget_sync()
-        if not (self._wfbp_skip and self._wfbp_is_averaged()):
-            self._wfbp_reduce()
-        else:
+                self._wfbp_sync_state = SyncState.NOBODY
+        averaged = self._wfbp_skip and self._wfbp_is_averaged()
+        if sync is None:
+            self._wfbp_sync_state = SyncState.NOBODY
+            self._wfbp_make_dense()
+            return self._wfbp_bare["step"]()
+        if averaged:
             sync.check_no_new_gradients()
-        self._wfbp_forget_sync()
+        else:
+            self._wfbp_reduce(sync)
+        self._wfbp_sync_state = SyncState.NOBODY
         return sync.step()
-
-    def _wfbp_step_alone(self, closure: Callable[[], Any] | None) -> Any:
-        """Step without other ranks."""
-        if closure is not None:
-            return self._wfbp_bare["step"](lambda: self._wfbp_evaluate(closure))
-        if self._wfbp_skip:
-            self._wfbp_is_averaged()
-        self._wfbp_forget_sync()
-        self._wfbp_make_dense()
-        return self._wfbp_bare["step"]()
 
     def _wfbp_make_dense(self) -> None:
         for group in self.param_groups if self._wfbp_sparse_as_dense else ():
@@ -447,19 +436,18 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             )
         return False
 
-    def _wfbp_reduce(self) -> None:
+    def _wfbp_reduce(self, sync: OptimizerSync) -> None:
         """Close the step, unless that was done."""
-        sync, state = self._wfbp_sync, self._wfbp_sync_state
-        if sync is not None:
-            anew = state is SyncState.OWN_METHOD and sync.open
-            if state in (SyncState.NOBODY, SyncState.NO_GRADIENTS) or (
-                anew and self._wfbp_options.op is Op.AVERAGE
-            ):
-                # Hooks that run before the step may look at the averages.
-                own = getattr(self, "_optimizer_step_pre_hooks", None)
-                sync.reduce(bool(own or torch_optimizer._global_optimizer_pre_hooks))
-            else:
-                sync.check_no_new_gradients()
+        state = self._wfbp_sync_state
+        anew = state is SyncState.OWN_METHOD and sync.open
+        if state in (SyncState.NOBODY, SyncState.NO_GRADIENTS) or (
+            anew and self._wfbp_options.op is Op.AVERAGE
+        ):
+            # Hooks that run before the step may look at the averages.
+            own = getattr(self, "_optimizer_step_pre_hooks", None)
+            sync.reduce(bool(own or torch_optimizer._global_optimizer_pre_hooks))
+        else:
+            sync.check_no_new_gradients()
         if state is not SyncState.SCALER:
             self._wfbp_sync_state = SyncState.PROGRAM
 
@@ -470,7 +458,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             for grad in (p.grad for group in self.param_groups for p in group["params"]):
                 if grad is not None:
                     grad.detach().div_(sync.runtime.size)
-        self._wfbp_forget_sync()
+        self._wfbp_sync_state = SyncState.NOBODY
         with torch.enable_grad():
             loss = closure()
         if sync is None:
@@ -482,10 +470,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         finally:
             sync.reducer.evaluates = False
         return combined_loss(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
-
-    def _wfbp_forget_sync(self) -> None:
-        """Forget averages that were used, or will not be used."""
-        self._wfbp_sync_state = SyncState.NOBODY
 
     @_operation
     def state_dict(self) -> dict[str, Any]:
@@ -508,11 +492,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         finally:
             original.state = shards
 
-    def _wfbp_take_whole_state(self) -> None:
-        """Hold all of the state until the next step; the others are about to load it."""
-        if self._wfbp_sync is not None:
-            self._wfbp_sync.update.take_whole_state()
-
     @_operation
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the optimizer. Every rank must load the same state."""
@@ -527,7 +506,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """Forget all gradients, including those being sent; arguments are the optimizer's own."""
         if self._wfbp_sync is not None:
             self._wfbp_sync.discard()
-        self._wfbp_forget_sync()
+        self._wfbp_sync_state = SyncState.NOBODY
         self._wfbp_bare["zero_grad"](*args, **kwargs)
 
     @_operation

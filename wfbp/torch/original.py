@@ -23,18 +23,17 @@ def named_params(
     known: list[tuple[str, torch.Tensor]] | None,
     complete: bool,
 ) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's parameters in forward order, each with a unique name.
-
-    A parameter with several names goes by the first. Integer parameters, which can never have a
-    gradient, are left out. Raises ``ValueError`` if a name is given twice, or missing where
-    ``complete``.
-    """
+    """The optimizer's parameters in forward order, each with its first name; without those of
+    integers, which never have a gradient. ``ValueError`` for a name that is given twice, or lacking
+    if ``complete``."""
     owned = {
         id(p): (f"group{g}.param{k}", p)
         for g, group in enumerate(optimizer.param_groups)
         for k, p in enumerate(group["params"])
     }
-    differentiable = {key: pair for key, pair in owned.items() if _differentiable(pair[1])}
+    differentiable = {
+        k: (n, p) for k, (n, p) in owned.items() if p.is_floating_point() or p.is_complex()
+    }
     owned = differentiable or owned
     if known is None:
         return list(owned.values())
@@ -57,12 +56,7 @@ def named_params(
 
 
 def check_params(named: Sequence[tuple[str, torch.Tensor]], options: ReducerOptions) -> None:
-    """Raise unless the gradients of these parameters can be reduced with these options.
-
-    Raises:
-        TypeError: not a whole number where one is expected.
-        ValueError: a bad option, or a parameter that cannot be sent.
-    """
+    """Raise ``TypeError`` or ``ValueError`` unless these gradients can be reduced so."""
     for name, param in named:
         tensors.check(name, param)
         if param.requires_grad and param.grad_dtype is not param.dtype:
@@ -71,15 +65,6 @@ def check_params(named: Sequence[tuple[str, torch.Tensor]], options: ReducerOpti
                 "travel in the element type of their parameters, so set no grad_dtype"
             )
     options.check([tensors.spec(name, param) for name, param in named])
-
-
-def param_ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """The ids of the parameters in an optimizer's groups."""
-    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-
-
-def _differentiable(param: torch.Tensor) -> bool:
-    return param.is_floating_point() or param.is_complex()
 
 
 def wrapped_of(optimizer: torch.optim.Optimizer) -> Any:
@@ -99,9 +84,8 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def take_place(distributed: Any, refuses: bool) -> None:
     """Let a distributed optimizer take its original's place, and that of an earlier one.
 
-    ``refuses``: the original's own step becomes an error, because it would not average gradients;
-    its other methods do what the distributed optimizer's do. ``_wfbp_bare`` keeps the
-    original's own methods.
+    ``refuses``: the original's own step, which would not average gradients, becomes an error.
+    ``_wfbp_bare`` keeps the original's own methods.
     """
     original = distributed._wfbp_original
     attributes = own_attributes(original)

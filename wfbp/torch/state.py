@@ -80,10 +80,7 @@ def share(
     named: Iterable[tuple[str, torch.Tensor]],
     root: int,
 ) -> None:
-    """Copy a rank's parameters and optimizer state to the other ranks of a runtime; collective.
-
-    ``root`` is its number in the runtime.
-    """
+    """Copy a rank's parameters and optimizer state to the other ranks of a runtime."""
     _broadcast_tensors(runtime, named, lambda: root)
     _broadcast_state(runtime, optimizer, root)
 
@@ -155,14 +152,9 @@ def broadcast_optimizer_state(
 
 def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: int) -> None:
     """As :func:`broadcast_optimizer_state`, among the ranks of a runtime."""
-    whole = None
-    if runtime.rank == root:
-        # From the next step on every rank shards the state anew, also this one.
-        distributed = vars(optimizer).get("_wfbp_wrapped", optimizer)
-        getattr(distributed, "_wfbp_take_whole_state", lambda: None)()
-        whole = optimizer.state_dict()
-    contents = [leaf.detach() for leaf in tree_leaves(whole) if isinstance(leaf, torch.Tensor)]
-    outline = tree_map_only(torch.Tensor, _Slot.of, whole)
+    state: Any = optimizer.state_dict() if runtime.rank == root else None
+    contents = [leaf.detach() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    outline = tree_map_only(torch.Tensor, _Slot.of, state)
     payload = pickle.dumps(outline) if runtime.rank == root else b""
     purpose = f"broadcast_optimizer_state(root_rank={root})"
     outline = pickle.loads(runtime.channel.exchange(payload, "optimizer state", purpose)[root])
@@ -171,19 +163,14 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
         here = next((param.device for param in params), torch.device("cpu"))
         slots = [leaf for leaf in tree_leaves(outline) if isinstance(leaf, _Slot)]
         contents = [slot.empty(here) for slot in slots]
-    named = {f"optimizer state {k}": tensor for k, tensor in enumerate(contents)}
-    _broadcast_tensors(runtime, named, lambda: root)
-    if runtime.rank != root:
         rest = iter(contents)
         state = tree_map_only(_Slot, lambda _: next(rest), outline)
-        optimizer.load_state_dict(state)
-        _restore_types(optimizer, state)
-    else:
-        # Loading a state has PyTorch add to the optimizer's defaults, which new groups get. (One
-        # that never called its base class's constructor has no hooks, and must not be touched.)
-        original = getattr(optimizer, "_wfbp_original", optimizer)
-        if hasattr(original, "_optimizer_step_pre_hooks"):
-            torch.optim.Optimizer.__setstate__(original, {})
+    named = {f"optimizer state {k}": tensor for k, tensor in enumerate(contents)}
+    _broadcast_tensors(runtime, named, lambda: root)
+    # On the root, too: loading adds to the optimizer's defaults, which new groups get, and from the
+    # next step on every rank shards the state anew.
+    optimizer.load_state_dict(state)
+    _restore_types(getattr(optimizer, "_wfbp_original", optimizer), state)
 
 
 @dataclass(frozen=True, slots=True)

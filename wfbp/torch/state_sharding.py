@@ -20,6 +20,7 @@ from wfbp.errors import DisagreementError
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.progress.fetching import Content, Fetched, RefusalError
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.step import BufferView
 from wfbp.torch import tensors
 
 State = dict[Any, dict[Any, Any]]
@@ -61,34 +62,36 @@ class StateSharding:
         self._counts = [_counts(spec, runtime.size) for spec in specs]
         rank = runtime.rank
         self._parts = [slice(sum(c[:rank]), sum(c[: rank + 1])) for c in self._counts]
-        self._shards: dict[int, torch.Tensor] = {}
+        self.shards: dict[int, torch.Tensor] = {}
+        """Those of the sharded parameters, by index; see :meth:`shard`."""
+        self._reduced: dict[int, tuple[BufferView, torch.Tensor]] = {}
         self._version = 0
         self._entries: State = {}
         self._is_changing = False
         self._store = runtime.open_store()
         weakref.finalize(self, runtime.drop_store, self._store).atexit = False
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._shards
-
-    @property
-    def _state(self) -> State:
-        """Looked up each time: a program may give its optimizer another one."""
-        return self._optimizer.state
-
     def __len__(self) -> int:
-        return len(self._shards)
+        return len(self.shards)
 
-    @property
-    def indices(self) -> list[int]:
-        """Of the sharded parameters."""
-        return list(self._shards)
-
-    def shard(self, index: int) -> torch.Tensor:
-        """A sharded parameter's shard, in the parameter's present memory."""
-        shard, param, part = self._shards[index], self._params[index], self._parts[index]
+    def shard(
+        self, index: int, reduced: BufferView | None, grad: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A sharded parameter's shard in the parameter's present memory, with its gradient: the
+        reduced one, or its part of a whole one."""
+        shard, param, part = self.shards[index], self._params[index], self._parts[index]
         if shard.data_ptr() != param.data_ptr() + part.start * param.element_size():
             self._place(shard, index)  # the parameter's data was replaced
+        # An empty shard has no gradient. It is stepped, because an optimizer may count steps.
+        if shard.numel() and reduced is not None and not reduced.whole:
+            held, view = self._reduced.get(index, (None, shard))
+            if held is not reduced:  # the reducer makes another one if its memory changes
+                view = tensors.shared(reduced.data).view(param.dtype).view(shard.shape)
+                self._reduced[index] = reduced, view
+            shard.grad = view
+        elif shard.numel() and grad is not None:
+            whole = tensors.flat(_ordered(param, grad))
+            shard.grad = whole[part].view(shard.shape)
         return shard
 
     def _place(self, shard: torch.Tensor, index: int) -> torch.Tensor:
@@ -105,15 +108,9 @@ class StateSharding:
                 shape,
             )
 
-    def drop_gradients(self) -> None:
-        """Leave no gradients with the shards."""
-        for shard in self._shards.values():
-            shard.grad = None
-
     def check(self) -> None:
-        """Raise ``RuntimeError`` if a sharded parameter has another shape, element type or memory
-        order than before."""
-        for index in self._shards:
+        """Raise ``RuntimeError`` if a sharded parameter has another form than before."""
+        for index in self.shards:
             param, layout = self._params[index], self._layouts[index]
             if param.shape != layout.shape or param.dtype is not layout.dtype:
                 layout.check(param, param, self._names[index])
@@ -124,47 +121,47 @@ class StateSharding:
                     "format before DistributedOptimizer, or choose a schedule of all-reduces"
                 )
 
-    def part(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a flat tensor with the parameter's number of elements."""
-        return whole[self._parts[index]]
-
     def follow(self, sharded: Sequence[int]) -> None:
         """Shard these parameters and no others; a collective, with the same ones on every rank."""
-        self.withdraw_mark()
+        self.let_go()
         target = set(sharded)
-        self._join(sorted(self._shards.keys() - target))
-        for index in sorted(target - self._shards.keys()):
+        self._join(sorted(self.shards.keys() - target))
+        for index in sorted(target - self.shards.keys()):
             self._split(index)
 
     def forget(self) -> None:
         """The state is whole again, because another one was loaded."""
-        self.withdraw_mark()
-        self._shards.clear()
+        self.let_go()
+        self.shards.clear()
 
-    def withdraw_mark(self) -> None:
-        """Let the optimizer find no state that is not its own."""
-        self._state.pop(_MARK, None)
+    def let_go(self) -> None:
+        """Keep no memory of the reducer, and leave the optimizer no state that is not its own."""
+        self._reduced.clear()
+        self._withdraw_mark()
+
+    def _withdraw_mark(self) -> None:
+        self._optimizer.state.pop(_MARK, None)
         self._entries.pop(_MARK, None)
 
     def begin_update(self) -> None:
         """The optimizer is about to change the state."""
-        self.withdraw_mark()
+        self._withdraw_mark()
         self._store.published = None
         self._is_changing = True
 
     def publish(self) -> None:
-        """An update is complete, and hooks may follow: until the next one other ranks may fetch
-        what it made."""
+        """An update is complete: until the next one other ranks may fetch what it made."""
         if not self._is_changing:
             return
         self._is_changing = False
         self._version += 1
-        if self._shards and not self.lies_in(self._state):
-            # So that this rank, too, can tell whether the program empties the state.
-            self._state[_MARK] = {"on_other_ranks": True}  # not empty: programs drop such entries
+        if self.shards and not self.lies_in(self._optimizer.state):
+            # So that this rank, too, can tell whether the program empties the state. (Programs drop
+            # entries that are empty.)
+            self._optimizer.state[_MARK] = {"on_other_ranks": True}
         # Shallow copies: the program may empty the state before another rank has asked.
-        self._entries = entries = dict(self._state) if self._shards else {}
-        shards = dict(self._shards)
+        self._entries = entries = dict(self._optimizer.state) if self.shards else {}
+        shards = dict(self.shards)
         self._store.published = self._version, lambda items: _collect(items, shards, entries)
 
     def whole_state(self) -> State:
@@ -174,9 +171,11 @@ class StateSharding:
                 f"{self._runtime.where}: optimizer.state_dict() within step(): other ranks may be "
                 "changing their parts of the state; call it after step(), or in a post-hook"
             )
-        keys = {_MARK, *self._shards.values()}
-        state = {key: value for key, value in self._state.items() if key not in keys}
-        fetched = {} if self._was_emptied() else self._fetch(sorted(self._shards))
+        keys = {_MARK, *self.shards.values()}
+        state = {key: value for key, value in self._optimizer.state.items() if key not in keys}
+        # The program may have emptied the state since the last update, as on all ranks.
+        was_emptied = self.lies_in(self._entries) and not self.lies_in(self._optimizer.state)
+        fetched = {} if was_emptied else self._fetch(sorted(self.shards))
         # In the parameters' order, as every optimizer fills its state.
         for index, param in enumerate(self._params):
             if entry := fetched.get(index):
@@ -185,18 +184,14 @@ class StateSharding:
 
     def lies_in(self, state: State) -> bool:
         """Whether there is state of any shard among this, or what stands for it."""
-        return any(key in state for key in (*self._shards.values(), _MARK))
-
-    def _was_emptied(self) -> bool:
-        """Whether the program has emptied the state since the last update, as on all ranks."""
-        return self.lies_in(self._entries) and not self.lies_in(self._state)
+        return not state.keys().isdisjoint([*self.shards.values(), _MARK])
 
     def _fetch(self, indices: Sequence[int]) -> dict[int, dict[Any, Any]]:
         """The whole state of sharded parameters, in new tensors; not a collective."""
         entries: dict[int, dict[Any, Any]] = {}
         for batch in self._batches(indices):
             fetched = self._runtime.fetch(self._store, self._version, batch, _FETCH_LABEL)
-            fetched[self._runtime.rank] = _collect(batch, self._shards, self._state)
+            fetched[self._runtime.rank] = _collect(batch, self.shards, self._optimizer.state)
             entries |= self._put_together(batch, fetched)
         return entries
 
@@ -247,12 +242,12 @@ class StateSharding:
     def _split(self, index: int) -> None:
         param = self._params[index]
         shard = self._place(torch.empty(0, dtype=param.dtype, device=param.device), index)
-        self._shards[index] = shard
-        entry = self._state.pop(param, None)
+        self.shards[index] = shard
+        entry = self._optimizer.state.pop(param, None)
         if not entry or not shard.numel():
             return
-        self._state[shard] = {
-            key: self.part(index, tensors.flat(ordered(param, value))).clone().view(shard.shape)
+        self._optimizer.state[shard] = {
+            key: tensors.flat(_ordered(param, value))[self._parts[index]].clone().view(shard.shape)
             if _goes_with(param, value)
             else value
             for key, value in entry.items()
@@ -261,13 +256,13 @@ class StateSharding:
     def _join(self, indices: Sequence[int]) -> None:
         """Have the whole state of sharded parameters; collective."""
         for batch in self._batches(indices):
-            mine = pickle.dumps(_collect(batch, self._shards, self._state))
+            mine = pickle.dumps(_collect(batch, self.shards, self._optimizer.state))
             payloads = self._exchange(mine, _LABEL)
             whole = self._put_together(batch, dict(enumerate(map(pickle.loads, payloads))))
             for index in batch:
-                self._state.pop(self._shards.pop(index), None)
+                self._optimizer.state.pop(self.shards.pop(index), None)
                 if entry := whole.get(index):
-                    self._state[self._params[index]] = entry
+                    self._optimizer.state[self._params[index]] = entry
 
 
 def _collect(
@@ -311,7 +306,7 @@ def _goes_with(tensor: torch.Tensor, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == tensor.shape
 
 
-def ordered(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _ordered(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A value of a parameter's shape in the memory order of the parameter."""
     if value.stride() == param.stride():
         return value

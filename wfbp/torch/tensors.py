@@ -31,17 +31,13 @@ NAMES = {
 
 
 def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """The runtime's description of a tensor; ``ValueError`` for an element type or device that
-    cannot be sent."""
+    """The runtime's description of a tensor; ``ValueError`` if it cannot be sent."""
     check(name, tensor)
     return TensorSpec(name, tuple(tensor.shape), NAMES[tensor.dtype])
 
 
 def check(name: str, tensor: torch.Tensor, names: Mapping[torch.dtype, str] = NAMES) -> None:
-    """Raise unless a tensor's bytes can be sent, as one of the element types in ``names``.
-
-    Raises ``TypeError`` for what is no tensor, ``ValueError`` for its element type or device.
-    """
+    """Raise ``TypeError`` or ``ValueError`` unless a tensor's bytes can be sent so."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__qualname__}; expected a torch.Tensor")
     if tensor.dtype not in names:
@@ -59,14 +55,12 @@ def check_place(name: str, tensor: torch.Tensor) -> None:
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same values that are in its memory, unlike a lazy conjugate's; itself, where
-    it is one."""
+    """A tensor of the same values that are in its memory, unlike a lazy conjugate's."""
     return tensor.resolve_conj().resolve_neg()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its memory without gap or overlap, in whatever order; not
-    those of a lazy conjugate."""
+    """Whether a tensor's elements fill its memory, in any order; not of a lazy conjugate."""
     is_plain = not (tensor.is_conj() or tensor.is_neg())
     return is_plain and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
@@ -131,13 +125,10 @@ class Layout(NamedTuple):
 
     def check(self, param: torch.Tensor, grad: torch.Tensor, name: str) -> None:
         """Raise ``RuntimeError`` unless a parameter and its gradient can travel like that."""
-        for tensor in (param, grad):
-            if tensor.shape != self.shape:
-                break
-        else:
-            if param.dtype is self.dtype:
-                return
-            tensor = param
+        is_same = param.shape == self.shape and param.dtype is self.dtype
+        if is_same and grad.shape == self.shape:
+            return
+        tensor = grad if is_same else param
         raise RuntimeError(
             f"{name} was {NAMES[self.dtype]}{tuple(self.shape)} when the optimizer was wrapped and "
             f"is {str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)} now; convert a "
@@ -159,10 +150,7 @@ def view(data: Buffer, layout: Layout) -> torch.Tensor:
 
 
 def location_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Location:
-    """The place where all these tensors lie.
-
-    Raises ``ValueError`` for several devices, ``ImportError`` without CuPy.
-    """
+    """The place of all these tensors; ``ValueError`` for several, ``ImportError`` without CuPy."""
     places = {tensor.device for _, tensor in named}
     if len(places) > 1:
         examples = {str(t.device): n for n, t in named}

@@ -8,10 +8,12 @@ parameter, decoupled ones just before they are read.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import optim
@@ -23,10 +25,9 @@ from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.step import BufferView
 from wfbp.torch import tensors
 from wfbp.torch.pending import PendingParameters
-from wfbp.torch.state_sharding import State, StateSharding, ordered
+from wfbp.torch.state_sharding import State, StateSharding
 
 Reduced = Sequence[BufferView | None]
-Group = dict[str, Any]
 
 
 def bare_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
@@ -52,53 +53,60 @@ class Update:
         self,
         reducer: Reducer,
         optimizer: optim.Optimizer,  # the program's own; its groups say what is stepped, and how
-        step_whole: Callable[[], Any],  # for whole gradients, parameters and state
+        step: Callable[[], Any],  # its ordinary step
         params: Sequence[torch.Tensor],  # the reducer's, by index
         sharding: StateSharding | None,  # where ranks update shards
         name: str,
     ) -> None:
         self._reducer = reducer
         self._optimizer = optimizer
-        self._step_whole = step_whole
+        self._step = step
         self._bare_step = bare_step(type(optimizer))
         self._params = params
         self._device_type = params[0].device.type
-        self._index = {id(p): k for k, p in enumerate(params)}
         self.sharding = sharding
         self._installed = 0
+        self._settings: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []
+        """Attributes and groups of the optimizer in this step."""
         self._early: tuple[set[int], int] = set(), 0
         # Of a replicated update whose gradients are being gathered.
         self._layouts = [tensors.Layout.of(p) for p in params]
-        self._due: dict[int, _Due] = {}
-        self._snapshot: tuple[dict[str, Any], list[Group]] = {}, []
-        self._name = name
-        self.pending = PendingParameters(params, reducer.await_tensor, self._complete, name)
+        self._due: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By index: an alias of the parameter, and the gradient that is under way."""
+        complete = self._complete if sharding is None else None
+        self.pending = PendingParameters(params, reducer.await_tensor, complete, name)
 
     def flush(self) -> None:
         """Wait until every parameter is up to date, and all that was gathered has arrived."""
         self.pending.wait_all()
         self._reducer.flush()
 
-    def apply(self, reduced: Reduced | None) -> Any:
-        """Step, begin the all-gathers that the plan needs, and return the optimizer's result.
+    def step_whole(self) -> Any:
+        """Step whole parameters, by whole gradients."""
+        start = self._reducer.clock.start_update()
+        result = self._step()
+        self._reducer.clock.mark_update(start)
+        return result
 
-        ``reduced`` is None where every ``p.grad`` is whole.
-        """
+    def apply(self, reduced: Reduced | None) -> Any:
+        """Step, and begin all-gathers; ``reduced`` is None if every ``p.grad`` is whole."""
+        sharding = self.sharding
         if self._reducer.decoupled:
-            self.flush()
-        if self.sharding is not None:
-            self._follow(self.sharding)
-            self.sharding.begin_update()
-            try:
-                if self.sharding:
-                    self.sharding.check()
-                    return self._with_hooks(partial(self._step_shards, reduced))
-                return self._step_whole()
-            finally:
-                self.sharding.publish()
-        if reduced is None:
-            return self._step_whole()
-        return self._with_hooks(partial(self._defer, reduced))
+            self.pending.wait_all()
+        if sharding is None:
+            if reduced is None:
+                return self.step_whole()
+            return self._with_hooks(partial(self._defer, reduced))
+        if self._installed != self._reducer.num_installed:
+            self._follow(sharding)
+        sharding.begin_update()
+        try:
+            if not sharding.shards:
+                return self.step_whole()
+            sharding.check()
+            return self._with_hooks(partial(self._step_shards, sharding, reduced))
+        finally:
+            sharding.publish()
 
     def make_whole(self) -> None:
         """Have whole parameters and state on every rank, and whole updates until the next
@@ -113,17 +121,10 @@ class Update:
         self.flush()
         return self.sharding.whole_state() if self.sharding else None
 
-    def take_whole_state(self) -> None:
-        """Let the state be whole here; on the other ranks it is about to be replaced by this."""
-        if (whole := self.whole_state()) is not None:
-            state = self._optimizer.state
-            state.clear()
-            state.update(whole)
-        self.forget()
-
     def before_state_is_used(self) -> None:
-        """The program looks up state: replicated updates that are due come first."""
-        if self.sharding is None:
+        """The program looks up state, which it may keep: no update is left for later any more."""
+        if self.sharding is None and self._reducer.may_decouple:
+            self.pending.stop("the program uses optimizer.state")
             self.pending.wait_all()
 
     def before_another_state(self, state: State) -> None:
@@ -142,7 +143,7 @@ class Update:
         """Leave the parameters, arrived or not, and the optimizer's state to other objects."""
         self.pending.release()
         if self.sharding is not None:
-            self.sharding.withdraw_mark()
+            self.sharding.let_go()
 
     def _with_hooks(self, act: Callable[[], Any]) -> Any:
         """Step parts of the tensors, with the hooks of one step around all of it."""
@@ -159,78 +160,67 @@ class Update:
 
         return optim.Optimizer.profile_hook_step(step)(own)
 
-    def _run(
-        self,
-        attributes: dict[str, Any],
-        groups: Sequence[Group],
-        targets: Mapping[int, torch.Tensor],  # by the id of the parameter that each stands for
-    ) -> Any:
-        """Step some tensors, by an optimizer of the same class with these attributes and groups."""
-        parts = [
-            {**group, "params": [targets[id(p)] for p in group["params"] if id(p) in targets]}
-            for group in groups
-        ]
+    def _run(self, targets: Mapping[int, torch.Tensor], **more: Any) -> Any:
+        """Step some tensors, by the id of the parameter that each stands for, by an optimizer of
+        the same class with the settings of this step, and ``more`` attributes."""
+        attributes, groups = self._settings
         stepped: Any = object.__new__(type(self._optimizer))
-        stepped.__dict__.update(attributes)
-        stepped.param_groups = [part for part in parts if part["params"]]
+        stepped.__dict__.update(attributes, **more)
+        stepped.param_groups = []
+        for group in groups:
+            if params := [targets[id(p)] for p in group["params"] if id(p) in targets]:
+                stepped.param_groups.append({**group, "params": params})
         return self._bare_step(stepped)
 
     # Shards.
 
-    def _step_shards(self, reduced: Reduced | None) -> Any:
-        reducer, sharding = self._reducer, self.sharding
-        assert sharding is not None
+    def _step_shards(self, sharding: StateSharding, reduced: Reduced | None) -> Any:
+        reducer, params = self._reducer, self._params
         start = reducer.clock.start_update()
-        attributes, groups = vars(self._optimizer), self._optimizer.param_groups
-        addresses = [p.data_ptr() for p in self._params]
+        self._settings = vars(self._optimizer), self._optimizer.param_groups
+        addresses = [p.data_ptr() for p in params]
+        indices = list(sharding.shards)
         early, count = self._early
         gathers = False
         try:
-            targets = {id(p): self._target(p, reduced) for g in groups for p in g["params"]}
-            gradients: Sequence[object] = reduced or [p.grad for p in self._params]
+            targets = {}
+            for index, param in enumerate(params):
+                targets[id(param)] = self._target(sharding, index, reduced)
+            gradients: Sequence[object] = reduced or [p.grad for p in params]
             torch.autograd.graph.increment_version(
-                [self._params[k] for k in sharding.indices if gradients[k] is not None]
+                [params[k] for k in indices if gradients[k] is not None]
             )
             if early:
-                self._run(attributes, groups, {k: targets.pop(k) for k in early if k in targets})
-            reducer.gather(addresses, self._params, count)
+                self._run({k: targets.pop(k) for k in early if k in targets})
+            reducer.gather(addresses, params, count)
             gathers = True
-            result = self._run(attributes, groups, targets)
+            result = self._run(targets)
         finally:
             # Even if the optimizer raised: every rank must see what it did to its shards.
             if gathers:
                 reducer.gather_rest()
             else:
-                reducer.gather(addresses, self._params)
-            self.pending.begin(sharding.indices, reducer.gather_groups, addresses)
-            sharding.drop_gradients()
+                reducer.gather(addresses, params)
+            self.pending.begin(indices, reducer.gather_groups, addresses)
+            for shard in sharding.shards.values():
+                shard.grad = None
             sharding.publish()
         reducer.clock.mark_update(start)
         return result
 
-    def _target(self, param: torch.Tensor, reduced: Reduced | None) -> torch.Tensor:
+    def _target(self, sharding: StateSharding, index: int, reduced: Reduced | None) -> torch.Tensor:
         """The tensor that the optimizer steps for a parameter: itself or its shard."""
-        # Empty shards too, without gradients: an optimizer may count the steps of a group.
-        sharding, index = self.sharding, self._index.get(id(param), -1)
-        assert sharding is not None
-        if index not in sharding:
-            if not param.numel() and param.grad is None and reduced and reduced[index] is not None:
-                param.grad = torch.empty_like(param)  # as where another rank has it
-            return param
-        shard = sharding.shard(index)
-        slot = None if reduced is None else reduced[index]
-        if shard.numel() and slot is not None and not slot.whole:
-            shard.grad = tensors.shared(slot.data).view(param.dtype).view(shard.shape)
-        elif shard.numel() and param.grad is not None and (reduced is None or slot is not None):
-            whole = tensors.flat(ordered(param, param.grad))
-            shard.grad = sharding.part(index, whole).view(shard.shape)
-        return shard
+        param, slot = self._params[index], None if reduced is None else reduced[index]
+        grad = param.grad if reduced is None or slot is not None else None
+        if index in sharding.shards:
+            return sharding.shard(index, slot, grad)
+        if slot is not None and grad is None and not param.numel():
+            param.grad = torch.empty_like(param)  # as where another rank has it
+        return param
 
     def _follow(self, sharding: StateSharding) -> None:
-        """Shard what the installed plan decouples; collective if that has changed."""
+        """Shard what the installed plan decouples; collective."""
         reducer = self._reducer
-        if self._installed == reducer.num_installed:
-            return
         self._installed = reducer.num_installed
         # Empty parameters are stepped on every rank, because optimizers have state for them, too.
         some = [k for k, p in enumerate(self._params) if p.numel()]
@@ -249,102 +239,65 @@ class Update:
         """Gather gradients, step what is not gathered, and leave the rest to :meth:`_complete`."""
         reducer, params, optimizer = self._reducer, self._params, self._optimizer
         # The program may go on with its own gradients where an earlier step left averages.
-        grads = (p.grad for p in params)
-        kept = {g.data_ptr() for g in grads if g is not None and g.layout is torch.strided}
+        grads = [p.grad for p in params if p.grad is not None]
+        kept = {grad.data_ptr() for grad in grads if grad.layout is torch.strided}
         whole = reducer.gather_gradients(reduced, kept)
-        groups = [{k: _copied(v) for k, v in group.items()} for group in optimizer.param_groups]
-        self._snapshot = dict(vars(optimizer)), groups
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        for group in groups:  # the program may change settings before they are used
+            group.update(copy.deepcopy({k: group[k] for k in optimizer.defaults if k in group}))
+        self._settings = dict(vars(optimizer)), groups
         now: dict[int, torch.Tensor] = {}
         for index, (param, slot) in enumerate(zip(params, whole, strict=True)):
             if not reducer.decouples_tensor(index):
                 now[id(param)] = param
             elif slot is not None:
                 gradient = tensors.view(slot.data, self._layouts[index])
-                marks = _marks(optimizer.state.get(param))
-                self._due[index] = _Due(param.detach(), gradient, marks)
+                self._due[index] = param.detach(), gradient
         waiting = list(self._due)
         torch.autograd.graph.increment_version([params[k] for k in waiting])
         start = reducer.clock.start_update()
         try:
-            return self._run(vars(optimizer), optimizer.param_groups, now)
+            return self._run(now)
         finally:
             reducer.clock.mark_update(start)
             self.pending.begin(waiting, reducer.gather_groups, [p.data_ptr() for p in params])
 
     def _complete(self, indices: Sequence[int]) -> None:
-        """Update parameters whose gradients have arrived; in the thread that reads one."""
-        if self.sharding is not None:
-            return
-        # While torch.compile traces a function, PyTorch's optimizers compute otherwise.
-        compiler: Any = torch.compiler
-        flag, compiler._is_compiling_flag = getattr(compiler, "_is_compiling_flag", False), False
-        try:
-            _outside_modes(lambda: self._step_due(indices))
-        finally:
-            compiler._is_compiling_flag = flag
-        self._reducer.memory.publish()
-
-    def _step_due(self, indices: Sequence[int]) -> None:
-        """Step some parameters with the settings from when the step was asked for."""
+        """Update parameters whose gradients have arrived, with the settings from when the step was
+        asked for; in the thread that reads one."""
         # By aliases: gradients that the program has computed meanwhile stay the parameters'.
-        start = self._reducer.clock.start_update()
-        attributes, groups = self._snapshot
-        own, state = self._optimizer.state, defaultdict[torch.Tensor, Any](dict)
+        reducer, own, state = self._reducer, self._optimizer.state, defaultdict[Any, Any](dict)
+        start = reducer.clock.start_update()
         due = {self._params[k]: self._due.pop(k) for k in indices}
-        # The thread that reads a parameter may be in a mode that step() was not called in.
-        plainly = torch.autocast(self._device_type, enabled=False)
-        with torch.inference_mode(False), torch.no_grad(), plainly:
-            for param, (alias, gradient, marks) in due.items():
+        with _as_in_step(self._device_type):
+            for param, (alias, gradient) in due.items():
                 alias.grad = gradient
-                if _marks(own.get(param)) != marks:
-                    raise RuntimeError(
-                        f"{self._name}: the optimizer's state of a parameter was changed before "
-                        "its update, which waits until the parameter is used. Look up "
-                        "optimizer.state again after each step(), or pass schedule='oasr'"
-                    )
                 if param in own:
                     state[alias] = own[param]
-            targets = {id(param): alias for param, (alias, *_) in due.items()}
-            self._run({**attributes, "state": state}, groups, targets)
-        for param, (alias, *_) in due.items():
+            targets = {id(param): alias for param, (alias, _) in due.items()}
+            self._run(targets, state=state)
+        for param, (alias, _) in due.items():
             if alias in state:
                 own[param] = state[alias]
-        self._reducer.clock.mark_update(start)
+        reducer.clock.mark_update(start)
+        reducer.memory.publish()
 
 
-class _Due(NamedTuple):
-    """An update that is left for later: an alias of the parameter, the gradient that is under way,
-    and marks of the state from before."""
-
-    alias: torch.Tensor
-    gradient: torch.Tensor
-    marks: list[Any]
-
-
-def _marks(entry: dict[Any, Any] | None) -> list[Any]:
-    """Marks that differ once a program has changed a parameter's state, which it may have kept."""
-    return [
-        (key, id(value), value._version) if isinstance(value, torch.Tensor) else (key, value)
-        for key, value in (entry or {}).items()
-    ]
-
-
-def _copied(value: Any) -> Any:
-    """A setting that changes neither with the group's own nor that with it."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return list(value) if isinstance(value, list) else value
-
-
-def _outside_modes(act: Callable[[], Any]) -> Any:
-    """Call a function where no mode and no transform (``torch.func``) affects tensors."""
-    functorch: Any = torch._C._functorch
-    counts: Any = torch._C
-    if functorch.peek_interpreter_stack() is None and not (
-        counts._len_torch_dispatch_stack() or counts._len_torch_function_stack()
-    ):
-        return act()
-    outside_transforms: Any = pyfunctorch.temporarily_clear_interpreter_stack
-    outside_dispatch: Any = _python_dispatch._disable_current_modes
-    with outside_transforms(), outside_dispatch(), torch._C.DisableTorchFunction():
-        return act()
+@contextmanager
+def _as_in_step(device_type: str) -> Iterator[None]:
+    """Let no mode and no transform (``torch.func``) of the thread that reads affect tensors."""
+    # PyTorch's optimizers compute otherwise while torch.compile traces.
+    compiler: Any = torch.compiler
+    flag, compiler._is_compiling_flag = getattr(compiler, "_is_compiling_flag", False), False
+    try:
+        with (
+            pyfunctorch.temporarily_clear_interpreter_stack(),
+            _python_dispatch._disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(device_type, enabled=False),
+        ):
+            yield
+    finally:
+        compiler._is_compiling_flag = flag

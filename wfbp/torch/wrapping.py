@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,7 @@ log = logging.getLogger("wfbp")
 
 
 def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
-    """The pairs of name and parameter that a caller passed; ``TypeError`` for anything else, as
-    ``model.parameters()``."""
+    """The pairs of name and parameter that a caller passed; else ``TypeError``."""
     if isinstance(named_parameters, torch.nn.Module):
         raise TypeError("named_parameters is a module; pass model.named_parameters()")
     pairs = list(named_parameters)
@@ -189,7 +188,7 @@ def distribute(
     _check_previous(optimizer, runtime)
     await_all()  # pending parameters of dropped models would never be freed otherwise
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    why = _why_whole(optimizer, params, declared=sharding is True)
+    why = why_not_elementwise(optimizer, declared=sharding is True)
     if why:
         if sharding is True:
             raise ValueError(f"optimizer_sharding is True, but {why}; use None or False")
@@ -200,28 +199,11 @@ def distribute(
         # Averages travel in 16 bits; updated parameters could not.
         sharding = not (options.wire_dtype and any(p.element_size() > 2 for p in params))
     options = replace(options, sharded_update=bool(sharding) and not why)
-    kind = type(optimizer)
-    made = type(kind.__name__, (base, kind), {})
+    if isinstance(optimizer, optim.SparseAdam):
+        sparse_as_dense = False  # it takes no dense gradients
+    made = type(name, (base, type(optimizer)), {})
     wrapped: DistributedOptimizerBase = made(runtime, optimizer, known, options, sparse_as_dense)
     return wrapped
-
-
-def _why_whole(
-    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], declared: bool
-) -> str:
-    """Why an optimizer must not be stepped in parts; empty if it may. ``declared``: the program
-    asserts that the optimizer is elementwise."""
-    if why := why_not_elementwise(optimizer, declared):
-        return why
-    kinds = {type(p) for p in params} - {torch.nn.Parameter}
-    if kinds:
-        return f"parameters are of class {', '.join(sorted(k.__name__ for k in kinds))}"
-    settings = [v for group in optimizer.param_groups for k, v in group.items() if k != "params"]
-    if any(isinstance(part, torch.Tensor) for v in settings if type(v) is tuple for part in v):
-        return "a setting is a tuple of tensors, which a program may change in place"
-    if not all(tensors.is_dense(p) for p in params):
-        return "a parameter has gaps in its memory, or is conjugated lazily"
-    return ""
 
 
 def _check_previous(optimizer: torch.optim.Optimizer, runtime: Runtime | None) -> None:
@@ -257,16 +239,21 @@ _WHOLE_ONLY = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
 
 
 def why_not_elementwise(optimizer: optim.Optimizer, declared: bool) -> str:
-    """Why an optimizer may not treat every element by itself; empty if it does, because it is one
-    of :data:`ELEMENTWISE`, or ``declared`` by the program."""
-    kind, attributes = type(optimizer), own_attributes(optimizer)
+    """Why an optimizer must not be stepped in parts; empty if it may, because it is one of
+    :data:`ELEMENTWISE`, or ``declared`` by the program."""
+    kind, attributes, groups = type(optimizer), own_attributes(optimizer), optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
     own_step = attributes.get("step")
     while hasattr(own_step, "_wrapped_by_lr_sched"):  # a scheduler of rates only counts calls
         own_step = getattr(own_step, "__wrapped__", None)
     if own_step is not None and getattr(own_step, "__func__", own_step) is not kind.step:
         return f"the step of {kind.__name__} was replaced"
+    if kinds := {type(p) for p in params} - {torch.nn.Parameter}:
+        return f"parameters are of class {', '.join(sorted(k.__name__ for k in kinds))}"
+    if not all(tensors.is_dense(p) for p in params):
+        return "a parameter has gaps in its memory, or is conjugated lazily"
     if not declared:
-        differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+        differentiable = any(group.get("differentiable") for group in groups)
         known = kind in ELEMENTWISE and _is_torchs(kind.step) and not differentiable
         return "" if known else "only PyTorch's elementwise optimizers are stepped in parts"
     if issubclass(kind, _WHOLE_ONLY):
