@@ -71,8 +71,10 @@ class Update:
         self._early: tuple[set[int], int] = set(), 0
         # Of a replicated update whose gradients are being gathered.
         self._layouts = [tensors.Layout.of(p) for p in params]
-        self._due: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By index: an alias of the parameter, and the gradient that is under way."""
+        self._due: dict[int, tuple[torch.Tensor, torch.Tensor, list[Any]]] = {}
+        """By index: an alias of the parameter, the gradient that is under way, and marks of the
+        state, which a program may change through the original optimizer."""
+        self._name = name
         complete = self._complete if sharding is None else None
         self.pending = PendingParameters(params, reducer.await_tensor, complete, name)
 
@@ -252,7 +254,7 @@ class Update:
                 now[id(param)] = param
             elif slot is not None:
                 gradient = tensors.view(slot.data, self._layouts[index])
-                self._due[index] = param.detach(), gradient
+                self._due[index] = param.detach(), gradient, _marks(optimizer.state.get(param))
         waiting = list(self._due)
         torch.autograd.graph.increment_version([params[k] for k in waiting])
         start = reducer.clock.start_update()
@@ -270,17 +272,29 @@ class Update:
         start = reducer.clock.start_update()
         due = {self._params[k]: self._due.pop(k) for k in indices}
         with _as_in_step(self._device_type):
-            for param, (alias, gradient) in due.items():
+            for param, (alias, gradient, marks) in due.items():
                 alias.grad = gradient
+                if _marks(own.get(param)) != marks:
+                    raise RuntimeError(
+                        f"{self._name}: the original optimizer's state of a parameter was changed "
+                        "after step() and before its update, which waits until the parameter is "
+                        "used. Change the state of the optimizer that DistributedOptimizer() "
+                        "returned, or pass schedule='oasr'"
+                    )
                 if param in own:
                     state[alias] = own[param]
-            targets = {id(param): alias for param, (alias, _) in due.items()}
+            targets = {id(param): alias for param, (alias, *_) in due.items()}
             self._run(targets, state=state)
-        for param, (alias, _) in due.items():
+        for param, (alias, *_) in due.items():
             if alias in state:
                 own[param] = state[alias]
         reducer.clock.mark_update(start)
         reducer.memory.publish()
+
+
+def _marks(entry: dict[Any, Any] | None) -> list[Any]:
+    """Marks that differ once a parameter's state has been changed."""
+    return [(key, id(value), getattr(value, "_version", 0)) for key, value in (entry or {}).items()]
 
 
 @contextmanager

@@ -456,6 +456,23 @@ def changed_right_after_a_step() -> None:
             entry["momentum_buffer"].zero_()
     equal(model, reference)
     assert waited or process.current("").config.schedule == "auto"
+    # State of the original optimizer, which nothing tells of reads, changed before the update.
+    model, _ = pair()
+    original = momentum(model.parameters())
+    optimizer = wfbp.DistributedOptimizer(original, optimizer_sharding=False)
+    waits = False
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        entry = original.state.get(model[0].bias)
+        optimizer.step()
+        if entry and (waits := type(model[0].bias) is Pending):
+            entry["momentum_buffer"].zero_()
+            raises(RuntimeError, "state of a parameter was changed", act=model[0].bias.sum)
+            optimizer._wfbp_sync.update.pending.release()
+            break
+    assert waits or process.current("").config.schedule == "auto"
+    MPI.COMM_WORLD.barrier()
 
 
 class ByPlace(Descent):
