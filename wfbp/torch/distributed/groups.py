@@ -145,7 +145,8 @@ class Groups:
 
     def _closed(self, group: ProcessGroup) -> None:
         """A group ends on this rank."""
-        if self._open.pop(group.key, None) is not None and group.lane.is_clean:
+        lane = group.lane
+        if self._open.pop(group.key, None) is not None and lane.error is None and not lane.busy:
             self._idle[group.exchange.ranks][group.key] = group.exchange
 
     def _hear(self, _: int, notice: dict[str, Any]) -> None:

@@ -80,15 +80,8 @@ def _combine(
     out[:] = raw(result)
 
 
-def pack_sparse(tensor: torch.Tensor) -> bytes:
-    """A sparse tensor as bytes."""
-    file = io.BytesIO()
-    torch.save(tensor.detach().coalesce(), file)
-    return file.getvalue()
-
-
 def add_sparse(payloads: Sequence[bytes], out: torch.Tensor) -> None:
-    """Replace a sparse tensor by the sum of packed ones."""
+    """Replace a sparse tensor by the sum of saved ones."""
     addends = (torch.load(io.BytesIO(payload)) for payload in payloads)
     with torch.no_grad():
         out.copy_(functools.reduce(torch.add, addends).coalesce())

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed.rendezvous import _env_rendezvous_handler, _rendezvous_handlers
+from torch.distributed.rendezvous import _env_rendezvous_handler
 
 from wfbp.comm.mpi.start_notice import meets_by_mpi
 from wfbp.errors import BackendError
@@ -22,22 +22,14 @@ _CONNECT_S = 2.0
 _LOOPBACK = "127.0.0.1"
 
 
-def register() -> bool:
-    """Serve ``wfbp://``, and ``env://`` where only an MPI launcher tells the rank; False if that
-    is done already."""
-    if "wfbp" in _rendezvous_handlers:
-        return False
-    _rendezvous_handlers["wfbp"] = _over_mpi
-    _rendezvous_handlers["env"] = _by_environment
-    return True
-
-
-def _by_environment(url: str, **options: Any) -> Found:
-    handle = _over_mpi if meets_by_mpi(url) else _env_rendezvous_handler
+def by_environment(url: str, **options: Any) -> Found:
+    """Serve ``env://``: over MPI if only an MPI launcher tells the rank."""
+    handle = over_mpi if meets_by_mpi(url) else _env_rendezvous_handler
     return handle(url, **options)
 
 
-def _over_mpi(_: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> Found:
+def over_mpi(_: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> Found:
+    """Serve ``wfbp://``."""
     process.start()
     runtime = process.current("init_process_group()")
     store, place = None, ""

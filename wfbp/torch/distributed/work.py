@@ -1,4 +1,4 @@
-"""An operation of a process group, and what its caller holds of it: a ``Work`` and its future."""
+"""What the caller of an operation of a process group holds: a ``Work`` and its future."""
 
 from __future__ import annotations
 
@@ -18,46 +18,51 @@ from wfbp.comm.arrays import Buffer
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.torch.compiling import uncompiled_methods
+from wfbp.torch.distributed.reductions import contribution
 from wfbp.torch.tensors import raw, resolved
 
 _callbacks = ThreadPoolExecutor(32, thread_name_prefix="wfbp-callbacks")
 """Runs the callbacks of futures."""
 
 
-class _Completion(Reply[None]):
-    """A reply that many threads may get, many times."""
+@uncompiled_methods
+class GroupWork(TorchWork):
+    """An operation of a process group, or several as a whole; any thread may wait for it.
 
-    def get(self, timeout_s: float) -> None:
-        if not self.wait(timeout_s):
-            raise TimeoutError
-        if (error := self.error) is not None:
-            raise error
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of an operation that has failed."""
-        return self._results[0][1] if self._results else None
-
-
-class Operation:
-    """A collective of this rank, or a message: its tensors, as bytes, and what a caller waits for.
-
-    The bytes are the tensors' own if these are contiguous.
+    An operation holds its tensors as bytes, which are the tensors' own if these are contiguous. The
+    thread that drives communication completes it once. A whole ends with its last part, once
+    :meth:`complete` was called for itself.
     """
 
-    text = ""
-    work: GroupWork
+    op: Any = None
+    """Of a reduction."""
 
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+    def __init__(self, thread: CommunicationThread, timeout_s: float) -> None:
+        super().__init__()
+        self.text = "coalesced operations"
         self.results: Sequence[Tensor] = ()
+        self.since = time.monotonic()
+        self.deadline_s = self.since + timeout_s
+        self.source_number = -1
+        self.tensors: list[Tensor] = []
         self.deliveries: list[Callable[[], object]] = []
         """Functions to call once it has ended."""
+        self._thread = thread
+        self._whole: GroupWork | None = None
+        self._parts: list[GroupWork] = []
+        self._num_pending = 1
+        self._is_completed = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._replies: list[Reply[None]] = []  # for the threads that wait
+        self._future: _Future | None = None
+
+    # For the one who describes an operation.
 
     def source(self, tensor: Tensor) -> Buffer:
         """The bytes of a tensor that is only read."""
         self._check(tensor)
-        return raw(resolved(tensor.detach()).contiguous())
+        return raw(resolved(contribution(tensor.detach(), self.op)).contiguous())
 
     def target(self, tensor: Tensor, values: Tensor | None = None) -> Buffer:
         """Bytes that become the tensor's in the end; filled with ``values``, if any."""
@@ -72,16 +77,6 @@ class Operation:
         self.deliveries.append(lambda: own.copy_(copy))
         return raw(copy)
 
-    def complete(self, error: BaseException | None = None) -> None:
-        """Note that it has ended; its caller gets the error, or that of what is left to do."""
-        if error is None:
-            try:
-                for deliver in self.deliveries:
-                    deliver()
-            except Exception as problem:
-                error = problem
-        self.work.complete(error)
-
     def _check(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise ValueError(
@@ -89,63 +84,57 @@ class Operation:
             )
         self.tensors.append(tensor)
 
-
-@uncompiled_methods
-class GroupWork(TorchWork):
-    """Operations of one call, or a whole of such works; any thread may wait for it.
-
-    The thread that drives communication completes each operation once. A whole ends with its last
-    part, once :meth:`complete` was called for itself.
-    """
-
-    def __init__(
-        self, thread: CommunicationThread, timeout_s: float, operations: Sequence[Operation] = ()
-    ) -> None:
-        super().__init__()
-        self.deadline_s = time.monotonic() + timeout_s
-        self.source = -1
-        self._thread = thread
-        self._whole: GroupWork | None = None
-        self._text = operations[0].text if operations else "coalesced operations"
-        self._tensors = [tensor for operation in operations for tensor in operation.results]
-        self._num_pending = max(1, len(operations))
-        self._completion = _Completion()
-        self._lock = threading.Lock()
-        self._future: _Future | None = None
-        for operation in operations:
-            operation.work = self
-
     def include(self, part: GroupWork) -> None:
         """Make ``part`` a part of this whole, before it begins."""
         part._whole = self
+        self._parts.append(part)
         with self._lock:
-            self._tensors += part._tensors
             self._num_pending += 1
 
+    # For the one who carries it out.
+
     def complete(self, error: BaseException | None = None) -> None:
-        """Note that an operation or part has ended; after the last one, or an error, wake all that
-        wait."""
+        """Note that the operation or a part has ended; wake all that wait after the last one, or
+        after an error."""
+        if error is None:
+            try:
+                for deliver in self.deliveries:
+                    deliver()
+            except Exception as problem:
+                error = problem
         with self._lock:
             self._num_pending -= 1
-            if self.is_completed() or (error is None and self._num_pending):
+            if self._is_completed or (error is None and self._num_pending):
                 return
-            if error is None:
-                self._completion.put(None)
-            else:
-                self._completion.fail(error)
-            future = self._future
+            self._error = error
+            self._is_completed = True
+            # Without these references no cycle keeps the tensors' memory.
+            future, self._future = self._future, None
+            whole, self._whole = self._whole, None
+            self.tensors, self.deliveries = [], []
+        for reply in self._replies:
+            reply.put(None)
         if future is not None:
             future.settle()
-        if self._whole is not None:
-            self._whole.complete(error)
+        if whole is not None:
+            whole.complete(error)
+
+    # For programs, and PyTorch.
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None and timeout > timedelta(0):
             limit_s = time.monotonic() + timeout.total_seconds()
-            self.deadline_s = min(self.deadline_s, limit_s)
-        if not self.is_completed():
-            self._thread.await_reply(self._completion, self._text)
-        self._completion.get(timeout_s=0.0)
+            for work in (self, *self._parts):
+                work.deadline_s = min(work.deadline_s, limit_s)
+        reply: Reply[None] = Reply()
+        with self._lock:
+            must_wait = not self._is_completed
+            if must_wait:
+                self._replies.append(reply)
+        if must_wait:
+            self._thread.await_reply(reply, self.text)
+        if self._error is not None:
+            raise self._error
         return True
 
     def synchronize(self) -> None:
@@ -154,31 +143,38 @@ class GroupWork(TorchWork):
     block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        return self._completion.answered
+        return self._is_completed
 
     def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
+        return self._is_completed and self._error is None
 
     def exception(self) -> BaseException | None:
-        return self._completion.error
+        return self._error
 
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
+    def result(self) -> list[Tensor]:
+        return [tensor for work in (self, *self._parts) for tensor in work.results]
 
     def source_rank(self) -> int:
-        return self.source
+        return self.source_number
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         with self._lock:
-            if self._future is None:
-                self._future = _Future(self)
-                if self.is_completed():
-                    self._future.settle()
-                else:
-                    future_waits.note(self)
-            return self._future
+            future = self._future or _Future(self)
+            if self._is_completed:
+                future.settle()
+            else:
+                self._future = future
+                future_waits.note(self)
+            return future
+
+    def raise_error(self) -> Any:
+        assert self._error is not None
+        raise self._error
+
+    # DDP extracts tensors from a future's value in C++, by pickling it; so it gets the error.
+    __reduce__ = raise_error
 
 
 class _Future(torch.futures.Future[Any]):
@@ -200,12 +196,11 @@ class _Future(torch.futures.Future[Any]):
 
     def settle(self) -> None:
         """Set the result of work that is complete."""
-        error = self._work.exception()
-        if error is None:
+        if self._work.exception() is None:
             self.set_result(self._work.result())
         else:
-            self._set_unwrap_func(_raise)
-            self.set_result(_Failure(error))
+            self._set_unwrap_func(GroupWork.raise_error)
+            self.set_result(self._work)
 
     def _elsewhere(self) -> torch.futures.Future[None]:
         """A future that is complete after this one, on another thread."""
@@ -216,20 +211,6 @@ class _Future(torch.futures.Future[Any]):
 
         super().add_done_callback(submit)
         return future
-
-
-class _Failure:
-    """The value of the future of work that has failed; PyTorch's C++ side pickles it."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __reduce__(self) -> Any:
-        raise self.error
-
-
-def _raise(failure: _Failure) -> None:
-    raise failure.error
 
 
 class FutureWaits:
