@@ -126,12 +126,6 @@ class GroupLane(OccasionalLane):
             return f"{pending[0].text}, operation {pending[0].number} of {self._name}"
         return ", ".join(message.text for message in self._messages[:3])
 
-    def close(self) -> None:
-        """End the group on this rank."""
-        where = f"{self._runtime.where}: {self._name}"
-        self.fail(WfbpError(f"{where}: the process group was destroyed or aborted; make a new one"))
-        self._serve(False)
-
     def fail(self, error: WfbpError) -> None:
         """End every operation, now and later, with this error."""
         if self.error is not None:
@@ -163,8 +157,8 @@ class GroupLane(OccasionalLane):
         return progressed
 
     def _agrees(self, operation: GroupCollective) -> bool:
-        """Whether all ranks are in this operation, and send what this one expects; not yet, if they
-        have to compare it and have not done so."""
+        """Whether all ranks have compared this operation, if it is due, and have found no
+        difference."""
         number = operation.number
         is_sampled = number <= _ALWAYS_CHECKED or number % _CHECKED_EVERY == 0
         is_due = is_sampled or self._check_all or operation.sent

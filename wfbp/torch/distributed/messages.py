@@ -40,7 +40,7 @@ class GroupMessage(GroupWork):
         group: str,
     ) -> None:
         super().__init__(runtime.thread, timeout_s)
-        shown = sizes(tensor.dtype, [tensor.numel()])
+        shown = sizes(tensor.dtype, tensor.numel())
         self.text = f"{kind}({shown}, {'' if peer is None else f'rank {peer}, '}tag {tag})"
         self.results = [tensor]
         self.is_matched = False
@@ -50,7 +50,7 @@ class GroupMessage(GroupWork):
         self._peer, self._tag, self._receives = peer, tag, kind != "send"
         self._data = self.target(tensor) if self._receives else self.source(tensor)
         self._header = f"{tensor.nbytes} bytes of {tensor.dtype}"
-        self._arrived = self._header  # of the other rank's call
+        self._difference: DisagreementError | None = None
         self._requests: list[Any] = []  # of MPI
         self._left_since: float | None = None
 
@@ -69,7 +69,7 @@ class GroupMessage(GroupWork):
         if not self.is_matched and not any(map(self._overtakes, unmatched)):
             self._match()
         if self.is_matched and all(request.Test() for request in self._requests):
-            self.complete(self._difference())
+            self.complete(self._difference)
         elif (error := self._lateness()) is not None:
             self.abandon(error)
         return self.is_completed()
@@ -89,29 +89,23 @@ class GroupMessage(GroupWork):
         """Begin to receive the next data, of whatever type and size, once its header is here."""
         if (found := self._exchange.probe(self._peer, self._tag)) is None:
             return
-        self.source_number, header = found
-        self._arrived = header.decode()
-        if self._arrived != self._header:
-            self._data = np.empty(int(self._arrived.split()[0]), np.uint8)
+        self.source_number, arrived = found[0], found[1].decode()
+        if arrived != self._header:
+            self._data = np.empty(int(arrived.split()[0]), np.uint8)
+            self._difference = DisagreementError(
+                f"{self._where} expects {self._header}, but rank {self.source_number} of the group "
+                f"sends {arrived}; both ranks must use the same dtype and size"
+            )
         self._requests = [self._exchange.receive(self._data, self.source_number, self._tag)]
         self.is_matched = True
-
-    def _difference(self) -> DisagreementError | None:
-        """The error of a call that has received another type or size than it expects."""
-        if self._arrived == self._header:
-            return None
-        return DisagreementError(
-            f"{self._where} expects {self._header}, but rank {self.source_number} of the group "
-            f"sends {self._arrived}; both ranks must use the same dtype and size"
-        )
 
     def _lateness(self) -> WfbpError | None:
         """The error of a message that is overdue, or whose other rank has left."""
         now = time.monotonic()
         if now > self.deadline_s:
             return StallError(
-                f"{self._where} timed out; the other rank must make the matching call "
-                "in time: raise the timeout of init_process_group or new_group if it needs longer"
+                f"{self._where} timed out; the other rank must make the matching call in time: "
+                "raise the timeout of init_process_group or new_group if it needs longer"
             )
         if not self._left:
             return None

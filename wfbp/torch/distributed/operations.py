@@ -1,11 +1,13 @@
 """The collectives of a process group: what a rank sends and receives in each of them.
 
 Almost all have one form: a block of bytes for each rank, and one from each, which are copied or
-combined. Each function below describes one collective; :data:`METHODS` has PyTorch's names.
+combined, natively or by PyTorch. A function describes each collective; :data:`METHODS` has
+PyTorch's names.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -15,22 +17,63 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import ReduceOp
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.exchange import Exchange, Reduction
+from wfbp.core.types import ITEM_BYTES, Op
 from wfbp.runtime.progress.thread import CommunicationThread
-from wfbp.torch.distributed import reductions
 from wfbp.torch.distributed.work import GroupWork
+from wfbp.torch.tensors import NAMES, raw
 
 Blocks = list[Buffer | None]
 """A block for each rank, or from each; None for no block."""
 
+_REDUCTIONS: dict[str, tuple[Op | None, Callable[[Tensor, Tensor], Tensor]]] = {
+    # By the C++ extension, and by PyTorch for other element types.
+    "SUM": (Op.SUM, torch.add),
+    "PREMUL_SUM": (Op.SUM, torch.add),
+    "AVG": (Op.AVERAGE, torch.add),
+    "PRODUCT": (Op.PRODUCT, torch.mul),
+    "MIN": (Op.MIN, torch.minimum),
+    "MAX": (Op.MAX, torch.maximum),
+    "BAND": (None, torch.bitwise_and),
+    "BOR": (None, torch.bitwise_or),
+    "BXOR": (None, torch.bitwise_xor),
+}
 
-def sizes(dtype: torch.dtype, numels: Sequence[int]) -> str:
-    """Type and numbers of elements, such as ``float32[3, 5]`` for two blocks; one number if all
-    are equal."""
+
+def reduction(dtype: torch.dtype, op: str, size: int) -> Reduction:
+    """How elements of ``size`` ranks are combined; ``ValueError`` if they cannot be."""
+    if op not in _REDUCTIONS:
+        raise ValueError(f"{op} of {dtype}: expected one of {', '.join(_REDUCTIONS)}")
+    refused = f"{op} of {dtype} is not defined; convert the tensor to another type first"
+    if dtype is torch.bool and op in ("AVG", "PREMUL_SUM"):
+        raise ValueError(refused)  # the result has another type
+    native, combine = _REDUCTIONS[op]
+    if dtype.is_complex and native in (Op.SUM, Op.AVERAGE):
+        dtype = dtype.to_real()
+    if native is not None and NAMES.get(dtype) in ITEM_BYTES:
+        return Reduction(dtype.itemsize, NAMES[dtype], native)
+
+    def function(shards: Sequence[Buffer], out: Buffer) -> None:
+        # Copies: those of other ranks are read-only, which PyTorch does not support.
+        values = [torch.from_numpy(np.array(shard)).view(dtype) for shard in shards]
+        result = functools.reduce(combine, values)
+        if native is Op.AVERAGE:
+            result = torch.div(result, size, rounding_mode="trunc")
+        out[:] = raw(result)
+
+    try:  # PyTorch decides
+        example = raw(torch.ones(1, dtype=dtype))
+        function([example, example], example)
+    except RuntimeError as error:
+        raise ValueError(refused) from error
+    return Reduction(dtype.itemsize, function=function)
+
+
+def sizes(dtype: torch.dtype, *numels: int) -> str:
+    """Type and numbers of elements, such as ``float32[3, 5]``; one number if all are equal."""
     shown = numels[:1] if len(set(numels)) == 1 else numels
     return f"{str(dtype).removeprefix('torch.')}{list(shown)}"
 
@@ -58,12 +101,19 @@ class GroupCollective(GroupWork):
         if self.root is not None and not 0 <= self.root < self.size:
             raise ValueError(f"{name}: rank {self.root} of a group of {self.size} is the root")
         self.is_root = self.root == self.rank
-        self.op = getattr(options, "reduceOp", None)
+        op: Any = getattr(options, "reduceOp", None)
+        self.op = str(getattr(op, "op", op)).rpartition(".")[2] if op is not None else ""
+        """Name of a reduction."""
+        self._factor: Any = op.factor if self.op == "PREMUL_SUM" else None
         self.nothing: Blocks = [None] * self.size
         # Elements for each rank, and from each rank, if no other rank knows these numbers.
         self.sent: Sequence[int] = ()
         self.expected: Sequence[int] = ()
         self.number = self.fingerprint = 0
+
+    def addend(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a reduction."""
+        return tensor if self._factor is None else (tensor * self._factor).to(tensor.dtype)
 
     def only(self, rank: int | None, data: Buffer) -> Blocks:
         """A block for one rank alone, or from it."""
@@ -75,8 +125,7 @@ class GroupCollective(GroupWork):
         given: Tensor | Sequence[Tensor],
         rows: Sequence[int] = (),
     ) -> Blocks:
-        """A tensor of a list for each rank, or from each; or equal parts of one tensor, or so many
-        of its rows."""
+        """For each rank: a tensor of a list, or a part of one tensor: equal, or so many rows."""
         if not isinstance(given, Tensor):
             if len(given) != self.size:
                 raise ValueError(
@@ -97,26 +146,26 @@ class GroupCollective(GroupWork):
         ]
 
     def move(self, outgoing: Blocks, incoming: Blocks, is_known: bool = True) -> None:
-        """Copy blocks from rank to rank, or combine all blocks for a rank into its own incoming
-        one. Of sizes that are not known, each rank knows its own."""
+        """Copy blocks from rank to rank, or reduce all blocks for a rank into its own incoming one.
+        Of sizes that are not known, each rank knows its own."""
         exchange, dtype = self.exchange, self.tensors[0].dtype
         blocks = [outgoing[self.rank], incoming[self.rank]]
         if self.root is not None:
             blocks = [*outgoing, *incoming]
         lengths = {block.nbytes for block in blocks if block is not None}
         if len(lengths) > 1 or any(tensor.dtype != dtype for tensor in self.tensors):
-            found = "; ".join(sizes(each.dtype, [each.numel()]) for each in self.tensors)
+            found = "; ".join(sizes(each.dtype, each.numel()) for each in self.tensors)
             raise ValueError(
                 f"{self.name}: tensors {found} do not fit; expected one element type, and as "
                 f"many elements from each of {self.size} ranks as for it"
             )
-        how = None if self.op is None else reductions.reduction(dtype, self.op, self.size)
+        how = reduction(dtype, self.op, self.size) if self.op else None
         sent, expected = (
             [block.nbytes // dtype.itemsize for block in each if block is not None]
             for each in (outgoing, incoming)
         )
         self.run(
-            sizes(dtype, sent if how is not None or not expected else expected),
+            sizes(dtype, *(sent if self.op or not expected else expected)),
             lambda mark: exchange.move(outgoing, incoming, mark, how, in_chunks=is_known),
         )
         if not is_known:
@@ -128,8 +177,8 @@ class GroupCollective(GroupWork):
         """Let ``begin`` start it; ranks compare ``what``, the root and the op."""
         if self.root is not None:
             what += f", root {self.root}"
-        if self.op is not None:
-            what += f", {reductions.op_name(self.op)}"
+        if self.op:
+            what += f", {self.op}"
         self.text = self.key = f"{self.name}({what})"
         self.begin = begin
 
@@ -139,38 +188,43 @@ def all_reduce(call: GroupCollective, tensor: Tensor) -> None:
         _all_reduce_sparse(call, tensor)
         return
     exchange = call.exchange
-    how = reductions.reduction(tensor.dtype, call.op, call.size)
-    data = call.target(tensor, reductions.contribution(tensor, call.op))
-    call.run(
-        sizes(tensor.dtype, [tensor.numel()]),
-        lambda mark: exchange.all_reduce(data, how, mark),
-    )
+    how = reduction(tensor.dtype, call.op, call.size)
+    data = call.target(tensor, call.addend(tensor))
+    what = sizes(tensor.dtype, tensor.numel())
+    call.run(what, lambda mark: exchange.all_reduce(data, how, mark))
 
 
 def _all_reduce_sparse(call: GroupCollective, tensor: Tensor) -> None:
     """Every rank adds the values of all ranks."""
-    if call.op != ReduceOp.SUM:
-        raise ValueError(f"{reductions.op_name(call.op)} of a sparse tensor; expected SUM")
+    if call.op != "SUM":
+        raise ValueError(f"{call.op} of a sparse tensor; expected SUM")
     backend, deliveries, file = call.exchange.backend, call.deliveries, io.BytesIO()
     torch.save(tensor.detach().coalesce(), file)
 
     def begin(_: int) -> Work[list[bytes]]:
         gathered = backend.all_gather_bytes(file.getvalue())
-        deliveries.append(lambda: reductions.add_sparse(gathered.result, tensor))
+
+        def add() -> None:
+            addends = (torch.load(io.BytesIO(payload)) for payload in gathered.result)
+            with torch.no_grad():
+                tensor.copy_(functools.reduce(torch.add, addends).coalesce())
+
+        deliveries.append(add)
         return gathered
 
     call.run(f"sparse {tensor.dtype}{list(tensor.shape)}", begin)
 
 
 def reduce(call: GroupCollective, tensor: Tensor) -> None:
-    outgoing = call.only(call.root, call.source(tensor))
+    outgoing = call.only(call.root, call.source(call.addend(tensor)))
     call.move(outgoing, call.only(call.root, call.target(tensor)) if call.is_root else call.nothing)
 
 
 def reduce_scatter(
     call: GroupCollective, output: Tensor, inputs: Tensor | Sequence[Tensor]
 ) -> None:
-    call.move(call.blocks(call.source, inputs), call.only(call.rank, call.target(output)))
+    outgoing = call.blocks(lambda tensor: call.source(call.addend(tensor)), inputs)
+    call.move(outgoing, call.only(call.rank, call.target(output)))
 
 
 def broadcast(call: GroupCollective, tensor: Tensor) -> None:
@@ -212,41 +266,29 @@ def barrier(call: GroupCollective) -> None:
     call.run("", lambda mark: exchange.all_reduce(data, Reduction(1, "uint8"), mark))
 
 
-_ONE, _LIST = "a tensor", "a list of tensors"
+_ONE, _LIST, _ROWS = "a tensor", "a list of tensors", "numbers of rows"
 
-_COLLECTIVES: list[tuple[Callable[..., None], type[Any], list[str], str]] = [
-    # What describes a collective, the options, the arguments, and the names of PyTorch's methods.
-    (all_reduce, c10d.AllreduceOptions, [_ONE], "allreduce allreduce_coalesced"),
-    (reduce, c10d.ReduceOptions, [_ONE], "reduce"),
-    (reduce_scatter, c10d.ReduceScatterOptions, [_ONE, _LIST], "reduce_scatter"),
-    (
-        reduce_scatter,
-        c10d.ReduceScatterOptions,
-        [_ONE, _ONE],
-        "reduce_scatter_single reduce_scatter_single_coalesced _reduce_scatter_base",
-    ),
-    (broadcast, c10d.BroadcastOptions, [_ONE], "broadcast"),
-    (all_gather, c10d.AllgatherOptions, [_LIST, _ONE], "allgather"),
-    (
-        all_gather,
-        c10d.AllgatherOptions,
-        [_ONE, _ONE],
-        "all_gather_single all_gather_single_coalesced _allgather_base",
-    ),
-    (gather, c10d.GatherOptions, [_LIST, _ONE], "gather"),
-    (scatter, c10d.ScatterOptions, [_ONE, _LIST], "scatter"),
-    (all_to_all, c10d.AllToAllOptions, [_LIST, _LIST], "alltoall"),
-    (
-        all_to_all,
-        c10d.AllToAllOptions,
-        [_ONE, _ONE, "numbers of rows", "numbers of rows"],
-        "all_to_all_single alltoall_base",
-    ),
-    (barrier, c10d.BarrierOptions, [], "barrier"),
-]
-
-METHODS = {name: row[:3] for row in _COLLECTIVES for name in row[3].split()}
-"""What describes each collective method of PyTorch, its options, and its arguments."""
+METHODS: dict[str, tuple[Callable[..., None], type[Any], Sequence[str]]] = {
+    # What describes each collective method of PyTorch, its options, and the arguments before them.
+    "allreduce": (all_reduce, c10d.AllreduceOptions, [_ONE]),
+    "allreduce_coalesced": (all_reduce, c10d.AllreduceOptions, [_ONE]),
+    "reduce": (reduce, c10d.ReduceOptions, [_ONE]),
+    "reduce_scatter": (reduce_scatter, c10d.ReduceScatterOptions, [_ONE, _LIST]),
+    "reduce_scatter_single": (reduce_scatter, c10d.ReduceScatterOptions, [_ONE, _ONE]),
+    "reduce_scatter_single_coalesced": (reduce_scatter, c10d.ReduceScatterOptions, [_ONE, _ONE]),
+    "_reduce_scatter_base": (reduce_scatter, c10d.ReduceScatterOptions, [_ONE, _ONE]),
+    "broadcast": (broadcast, c10d.BroadcastOptions, [_ONE]),
+    "allgather": (all_gather, c10d.AllgatherOptions, [_LIST, _ONE]),
+    "all_gather_single": (all_gather, c10d.AllgatherOptions, [_ONE, _ONE]),
+    "all_gather_single_coalesced": (all_gather, c10d.AllgatherOptions, [_ONE, _ONE]),
+    "_allgather_base": (all_gather, c10d.AllgatherOptions, [_ONE, _ONE]),
+    "gather": (gather, c10d.GatherOptions, [_LIST, _ONE]),
+    "scatter": (scatter, c10d.ScatterOptions, [_ONE, _LIST]),
+    "alltoall": (all_to_all, c10d.AllToAllOptions, [_LIST, _LIST]),
+    "all_to_all_single": (all_to_all, c10d.AllToAllOptions, [_ONE, _ONE, _ROWS, _ROWS]),
+    "alltoall_base": (all_to_all, c10d.AllToAllOptions, [_ONE, _ONE, _ROWS, _ROWS]),
+    "barrier": (barrier, c10d.BarrierOptions, []),
+}
 
 _OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 

@@ -6,7 +6,7 @@ The methods of collectives are made from the table ``operations.METHODS``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -39,11 +39,11 @@ class ProcessGroup(dist.ProcessGroup):
         key: str,
         timeout: timedelta,
         store: c10d.Store,
-        closed: Callable[[ProcessGroup], None],
+        close: Callable[[ProcessGroup], None],
     ) -> None:
         super().__init__(exchange.rank, exchange.size)  # type: ignore[call-arg]
         self.exchange, self.key = exchange, key
-        self._runtime, self._timeout, self._closed = runtime, timeout, closed
+        self._runtime, self._timeout, self._close = runtime, timeout, close
         self._store = store  # with keys of this group alone, which all of its ranks share
         check_all = c10d.get_debug_level() == c10d.DebugLevel.DETAIL
         self.lane = GroupLane(runtime, exchange, key, check_all)
@@ -66,8 +66,6 @@ class ProcessGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
-    group_name = property(getGroupName)
-
     def get_group_store(self) -> c10d.Store:
         return self._store
 
@@ -77,11 +75,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _backends(self) -> dict[str, str]:
         """The backend of each device, as the program named them."""
-        named = _world.pg_backend_config.get(self)
-        backends: Mapping[str, str] = {}
-        if named is not None:
-            backends = BackendConfig(dist.Backend(named)).get_device_backend_map()
-        return {kind: name for kind, name in backends.items() if name != "wfbp"} | {"cpu": "wfbp"}
+        named = _world.pg_backend_config.get(self, "wfbp")
+        return {**BackendConfig(dist.Backend(named)).get_device_backend_map(), "cpu": "wfbp"}
 
     def _get_backend(self, device: Any) -> Any:
         """The group that serves tensors of a device; made at its first use by all ranks."""
@@ -107,9 +102,6 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass  # operations are numbered anyway
 
     def split(
         self,
@@ -139,14 +131,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         if self._runtime.thread.error is None:
-            self._runtime.thread.call(self._close, "destroying a process group", self)
+            self._runtime.thread.call(
+                lambda: Finished(self._close(self)), "destroying a process group", self
+            )
 
     abort = shutdown
-
-    def _close(self) -> Finished[None]:
-        self._closed(self)
-        self.lane.close()
-        return Finished(None)
 
     # Collectives; the table has their names.
 
@@ -246,8 +235,6 @@ class ProcessGroup(dist.ProcessGroup):
             timeout = timedelta(seconds=timeout)
         limit_s = (self._timeout if timeout is None else timeout).total_seconds()
         rank, limit_ms, end_s = self.rank(), int(limit_s * 1000), time.monotonic() + limit_s
-        if limit_s <= 0:
-            raise StallError(f"Rank {rank} timed out in monitoredBarrier after {limit_ms} ms")
         self._num_monitored += 1
         barrier = f"monitored barrier {self._num_monitored}"
         if rank:
@@ -261,15 +248,10 @@ class ProcessGroup(dist.ProcessGroup):
                 missing.append(peer)
                 if not wait_all_ranks:
                     break
-        if missing and rank:
-            raise StallError(
-                f"Rank {rank} reached monitoredBarrier, but did not hear from rank 0 in {limit_ms} "
-                "ms. Please check rank 0 logs for faulty rank"
-            )
         if missing:
             raise StallError(
-                f"{name_ranks(missing).capitalize()} failed to pass "
-                f"monitoredBarrier in {limit_ms} ms; every rank of the group must call it"
+                f"{name_ranks(missing).capitalize()} failed to pass monitoredBarrier in {limit_ms} "
+                "ms; every rank of the group must call it, and rank 0 names those that did not"
             )
         if not rank:
             self._store.set(f"{barrier}, rank 0", "")

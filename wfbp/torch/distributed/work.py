@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,7 +17,6 @@ from wfbp.comm.arrays import Buffer
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.torch.compiling import uncompiled_methods
-from wfbp.torch.distributed.reductions import contribution
 from wfbp.torch.tensors import raw, resolved
 
 _callbacks = ThreadPoolExecutor(32, thread_name_prefix="wfbp-callbacks")
@@ -33,9 +31,6 @@ class GroupWork(TorchWork):
     thread that drives communication completes it once. A whole ends with its last part, once
     :meth:`complete` was called for itself.
     """
-
-    op: Any = None
-    """Of a reduction."""
 
     def __init__(self, thread: CommunicationThread, timeout_s: float) -> None:
         super().__init__()
@@ -62,7 +57,7 @@ class GroupWork(TorchWork):
     def source(self, tensor: Tensor) -> Buffer:
         """The bytes of a tensor that is only read."""
         self._check(tensor)
-        return raw(resolved(contribution(tensor.detach(), self.op)).contiguous())
+        return raw(resolved(tensor.detach()).contiguous())
 
     def target(self, tensor: Tensor, values: Tensor | None = None) -> Buffer:
         """Bytes that become the tensor's in the end; filled with ``values``, if any."""
@@ -94,8 +89,7 @@ class GroupWork(TorchWork):
     # For the one who carries it out.
 
     def complete(self, error: BaseException | None = None) -> None:
-        """Note that the operation or a part has ended; wake all that wait after the last one, or
-        after an error."""
+        """Note that the operation or a part has ended; the last one, or an error, ends the wait."""
         if error is None:
             try:
                 for deliver in self.deliveries:
@@ -223,7 +217,7 @@ class FutureWaits:
     _LOOK_S = 2e-4
 
     def __init__(self) -> None:
-        self._works: deque[GroupWork] = deque()
+        self._work: GroupWork | None = None
         self._clock = 0
         self._looked_s = self._cpu_s = 0.0
         self._blocked = False
@@ -231,21 +225,18 @@ class FutureWaits:
     def note(self, work: GroupWork) -> None:
         """This thread has asked for the future of work under way."""
         if hasattr(time, "pthread_getcpuclockid"):
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
-            self._works.append(work)
+            self._clock, self._work = time.pthread_getcpuclockid(threading.get_ident()), work
 
     def is_blocked(self) -> bool:
         """For the communication thread."""
-        while self._works and self._works[0].is_completed():
-            self._works.popleft()
-        if not self._works:
+        if self._work is None or self._work.is_completed():
+            self._work = None
             return False
         now = time.monotonic()
         if now - self._looked_s > self._LOOK_S:
             try:
                 cpu_s = time.clock_gettime(self._clock)
             except OSError:  # the thread has ended
-                self._works.clear()
                 return False
             self._blocked = cpu_s == self._cpu_s
             self._looked_s, self._cpu_s = now, cpu_s
