@@ -139,8 +139,8 @@ class Groups:
         runtime = self.runtime
         if size != runtime.size:
             raise ValueError(
-                f"{runtime.where}: the process group is to have {size} ranks, but MPI started "
-                f"{runtime.size}. Start the program by: mpirun -n {size} python PROGRAM, without "
+                f"{runtime.where}: expected a process group of the {runtime.size} ranks of MPI, "
+                f"found {size}. Start the program by mpirun -n {size} python PROGRAM, without "
                 "torchrun; or, for some of the ranks, call wfbp.init(comm=[...]) before"
             )
         payload = f"{rank} {uuid.uuid4().hex}".encode()

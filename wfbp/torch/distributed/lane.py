@@ -157,12 +157,11 @@ class GroupLane(OccasionalLane):
         return progressed
 
     def _agrees(self, operation: GroupCollective) -> bool:
-        """Whether all ranks have compared this operation, if it is due, and have found no
-        difference."""
-        number = operation.number
+        """Whether ranks need not compare this operation, or have compared it without difference."""
+        number, exchange = operation.number, self._exchange
         is_sampled = number <= _ALWAYS_CHECKED or number % _CHECKED_EVERY == 0
         is_due = is_sampled or self._check_all or operation.sent
-        if not is_due or self._exchange.checks or self._exchange.size == 1:
+        if not is_due or exchange.checks or exchange.size == 1:
             return True
         if self._check is None:
             numbers = np.array([operation.fingerprint, *operation.sent], np.int64)
@@ -173,8 +172,7 @@ class GroupLane(OccasionalLane):
         self._check = None
         agree = all(each[0] == operation.fingerprint for each in found)
         if agree and operation.sent:
-            sent = [each[1 + self._exchange.rank] for each in found]
-            agree = sent == list(operation.expected)
+            agree = [each[1 + exchange.rank] for each in found] == list(operation.expected)
         if not agree:
             self._inquire(number, 0.0)
         return agree
@@ -249,12 +247,10 @@ class GroupLane(OccasionalLane):
         what = f"operation {number} of {self._name}"
         if overdue_s:
             return (
-                f"{what} timed out after {overdue_s:.1f} s ({places}). Every rank of the "
-                "group must call it, in time: look for a call that only some ranks make, or raise "
-                "the timeout of init_process_group or new_group"
+                f"{what} timed out after {overdue_s:.1f} s ({places}). Every rank must call it in "
+                "time: look for a call that only some ranks make, or raise the group's timeout"
             )
         return (
-            f"ranks called different operations as {what} ({places}). Every rank of the group "
-            "must call the same operations in the same order with the same element types and "
-            "sizes"
+            f"ranks called different operations as {what} ({places}). Every rank of the group must "
+            "call the same operations in the same order with the same element types and sizes"
         )

@@ -85,6 +85,10 @@ class GroupCollective(GroupWork):
     """Equal on all ranks."""
     begin: Callable[[int], Work[Any]]
     """Starts it with its fingerprint."""
+    number = fingerprint = 0
+    # Elements for each rank, and from each rank, if no other rank knows these numbers.
+    sent: Sequence[int] = ()
+    expected: Sequence[int] = ()
 
     def __init__(
         self,
@@ -106,10 +110,6 @@ class GroupCollective(GroupWork):
         """Name of a reduction."""
         self._factor: Any = op.factor if self.op == "PREMUL_SUM" else None
         self.nothing: Blocks = [None] * self.size
-        # Elements for each rank, and from each rank, if no other rank knows these numbers.
-        self.sent: Sequence[int] = ()
-        self.expected: Sequence[int] = ()
-        self.number = self.fingerprint = 0
 
     def addend(self, tensor: Tensor) -> Tensor:
         """This rank's part of a reduction."""

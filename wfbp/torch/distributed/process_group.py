@@ -109,7 +109,7 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
         pg_options: Any = None,
         group_desc: str | None = None,
-        backend: Any = None,
+        **_: Any,
     ) -> dist.ProcessGroup | None:
         """The group of the ranks that contain this one, by their numbers in this group."""
         if not split_ranks or not all(
@@ -150,16 +150,14 @@ class ProcessGroup(dist.ProcessGroup):
         timeout = options.timeout if options.timeout > timedelta(0) else self._timeout
         timeout_s, thread = timeout.total_seconds(), self._runtime.thread
         items = [each_call(kind, each) for kind, each in zip(kinds, arguments, strict=True)]
-        collectives = []
+        calls = []
         for tensors in zip(*items, strict=True) if items else [()]:
-            name = describe.__name__
-            collective = GroupCollective(name, self.exchange, options, thread, timeout_s)
-            describe(collective, *tensors)
-            if tensors:
-                results = tensors[0]
-                collective.results = [results] if isinstance(results, torch.Tensor) else results
-            collectives.append(collective)
-        return self._submit(collectives, options.asyncOp)
+            call = GroupCollective(describe.__name__, self.exchange, options, thread, timeout_s)
+            describe(call, *tensors)
+            if tensors:  # the first ones are those of results
+                call.results = [tensors[0]] if isinstance(tensors[0], torch.Tensor) else tensors[0]
+            calls.append(call)
+        return self._submit(calls, options.asyncOp)
 
     def _submit(self, works: Sequence[GroupCollective | GroupMessage], wakes: bool) -> GroupWork:
         """Begin operations, and return what completes with them."""
