@@ -272,7 +272,7 @@ def _device(arguments: Sequence[Any]) -> torch.device:
     """The device of the first tensor."""
     for argument in arguments:
         first = argument
-        while isinstance(first, Sequence) and first:
+        while isinstance(first, list | tuple) and first:
             first = first[0]
         if isinstance(first, torch.Tensor):
             return first.device
