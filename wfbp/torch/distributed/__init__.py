@@ -1,9 +1,9 @@
 """The backend ``wfbp`` of ``torch.distributed``, for CPU tensors. Importing it registers it.
 
 Under ``mpirun``, ``wfbprun`` or ``srun`` no address, port or rank is needed. In reading order:
-``rendezvous`` (store and ranks), ``groups`` (making groups), ``process_group`` (what PyTorch
-calls), ``operations`` and ``tensors`` (what ranks exchange), ``work`` (what callers wait for),
-``lane`` and ``messages`` (the communication thread's side).
+``groups`` (how ranks meet), ``process_group`` (what PyTorch calls), ``work`` (what callers wait
+for), its subclasses in ``operations`` and ``messages`` (what ranks exchange), and ``lane`` (the
+communication thread's side).
 
 Example:
     >>> import torch, torch.distributed as dist
@@ -22,19 +22,21 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
-from wfbp.torch.distributed import groups, rendezvous
+from wfbp.torch.distributed import groups
 from wfbp.torch.distributed.process_group import ProcessGroup
 
 __all__ = ["ProcessGroup", "register"]
 
 
+@functools.cache
 def register() -> None:
     """Register the backend, unless PyTorch has done so (``integrations/torch_backend``)."""
     if "WFBP" not in dist.Backend._plugins:
         dist.Backend.register_backend("wfbp", groups.create, extended_api=True, devices=["cpu"])
-    if not rendezvous.register():
-        return
+    rendezvous_handlers["wfbp"] = groups.over_mpi
+    rendezvous_handlers["env"] = groups.by_environment
     # PyTorch offers these two for a fixed list of backends.
     _extend("monitored_barrier", "group", ProcessGroup.monitored_barrier)
     _extend("split_group", "parent_pg", ProcessGroup.split)

@@ -1,21 +1,25 @@
-"""Makes process groups: numbers their ranks, waits for their members, reuses communicators."""
+"""How the ranks of process groups meet: a rendezvous over MPI, and the making of each group."""
 
 from __future__ import annotations
 
 import json
+import socket
 import time
 import uuid
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import _env_rendezvous_handler
 
 from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.mpi.exchange import Exchange
-from wfbp.errors import BackendError, StallError
+from wfbp.comm.mpi.start_notice import meets_by_mpi
+from wfbp.errors import BackendError, StallError, WfbpError
+from wfbp.launcher.hosts import interfaces
 from wfbp.runtime import process
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.lane import NOTICE
@@ -25,7 +29,53 @@ from wfbp.torch.distributed.work import future_waits
 _NUM_TAGS = 1 << 15
 _LOOK_S = 1e-3
 
+_CONNECT_S = 2.0
+_LOOPBACK = "127.0.0.1"
+
+Found = Iterator[tuple[Store, int, int]]
+
 _groups: Groups | None = None
+
+
+def by_environment(url: str, **options: Any) -> Found:
+    """Serve ``env://``: over MPI if only an MPI launcher tells the rank."""
+    handle = over_mpi if meets_by_mpi(url) else _env_rendezvous_handler
+    return handle(url, **options)
+
+
+def over_mpi(_: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> Found:
+    """Serve ``wfbp://``."""
+    process.start()
+    runtime = process.current("init_process_group()")
+    store, place = None, ""
+    if runtime.rank == 0:
+        # A fresh server, which all of this job's later groups share.
+        store = TCPStore(_LOOPBACK, 0, None, True, timeout, wait_for_workers=False)
+        place = json.dumps([store.port, list(interfaces())])
+    port, addresses = json.loads(
+        runtime.channel.exchange(place.encode(), "init_process_group()")[0]
+    )
+    if store is None:
+        on_one_host = runtime.local_size == runtime.size
+        host = _LOOPBACK if on_one_host else _reachable(addresses, port)
+        store = TCPStore(host, port, None, False, timeout)
+    yield store, runtime.rank, runtime.size
+    raise BackendError("a rendezvous over MPI happens once; call init_process_group() again")
+
+
+def _reachable(addresses: list[str], port: int) -> str:
+    """The first of rank 0's addresses that accepts connections."""
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), _CONNECT_S).close()
+        except OSError:
+            continue
+        return address
+    raise BackendError(
+        f"rank 0 cannot be reached at port {port} of {', '.join(addresses) or 'any address'}, "
+        "which torch.distributed needs for its store; open the ports between the hosts, or set "
+        "MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE"
+    )
 
 
 def create(options: Any, _: object = None) -> ProcessGroup:
@@ -80,7 +130,7 @@ class Groups:
         shared = options.store._underlying_non_prefix_store
         store = PrefixStore(f"{self._prefix}/{key}/", shared)
         exchange = self._exchange(key, ranks, options.timeout, store)
-        group = ProcessGroup(self.runtime, exchange, key, options.timeout, store, self._closed)
+        group = ProcessGroup(self.runtime, exchange, key, options.timeout, store, self._close)
         self._open[key] = group
         return group
 
@@ -89,8 +139,8 @@ class Groups:
         runtime = self.runtime
         if size != runtime.size:
             raise ValueError(
-                f"{runtime.where}: the process group is to have {size} ranks, but MPI started "
-                f"{runtime.size}. Start the program by: mpirun -n {size} python PROGRAM, without "
+                f"{runtime.where}: expected a process group of the {runtime.size} ranks of MPI, "
+                f"found {size}. Start the program by mpirun -n {size} python PROGRAM, without "
                 "torchrun; or, for some of the ranks, call wfbp.init(comm=[...]) before"
             )
         payload = f"{rank} {uuid.uuid4().hex}".encode()
@@ -143,10 +193,13 @@ class Groups:
 
     # Under the progress lock.
 
-    def _closed(self, group: ProcessGroup) -> None:
-        """A group ends on this rank."""
-        if self._open.pop(group.key, None) is not None and group.lane.is_clean:
+    def _close(self, group: ProcessGroup) -> None:
+        """End a group on this rank."""
+        lane = group.lane
+        if self._open.pop(group.key, None) is not None and lane.error is None and not lane.busy:
             self._idle[group.exchange.ranks][group.key] = group.exchange
+        where = f"{self.runtime.where}: {group.key}"
+        lane.fail(WfbpError(f"{where}: the process group was destroyed or aborted; make a new one"))
 
     def _hear(self, _: int, notice: dict[str, Any]) -> None:
         if (group := self._open.get(notice["group"])) is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ from wfbp.errors import DisagreementError, StallError, WfbpError
 from wfbp.runtime.progress.loop import OccasionalLane
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch.distributed.messages import Message, Messages
-from wfbp.torch.distributed.operations import Collective
+from wfbp.torch.distributed.messages import GroupMessage
+from wfbp.torch.distributed.operations import GroupCollective
 
 NOTICE = "process group"
 """Kind of the notices of all lanes, which name their group."""
@@ -40,16 +40,6 @@ _ANSWER_S, _TURN_S = 1.0, 0.5
 """How long ranks wait for each other's places, and then for the ranks before them to judge."""
 
 
-@dataclass
-class _Inquiry:
-    """The places of ranks for one operation; overdue by 0 s if operations differ."""
-
-    number: int
-    overdue_s: float
-    places: dict[int, str] = field(default_factory=dict)
-    since: float = field(default_factory=time.monotonic)
-
-
 class GroupLane(OccasionalLane):
     """The collectives and messages of one group, under the progress lock."""
 
@@ -57,41 +47,53 @@ class GroupLane(OccasionalLane):
         super().__init__(runtime.thread.loop, Members(-1, tuple(sorted(exchange.ranks))))
         self.backend: Backend = exchange.backend
         self.error: WfbpError | None = None
-        self.messages = Messages(runtime, exchange, name)
         self._runtime, self._exchange, self._name = runtime, exchange, name
         self._check_all = check_all
         # Collectives: not begun, or still being compared, and under way.
-        self._queue: deque[Collective] = deque()
+        self._queue: deque[GroupCollective] = deque()
         self._check: Work[list[bytes]] | None = None  # of the first in the queue
-        self._in_flight: list[tuple[Collective, Work[Any]]] = []
+        self._in_flight: list[tuple[GroupCollective, Work[Any]]] = []
         self._texts: dict[int, str] = {}  # of the last collectives
         self._number = self._fingerprint = 0
         self._activity = -1
+        self._messages: list[GroupMessage] = []
         self._look_s = 0.0
-        self._inquiry: _Inquiry | None = None
+        # When collectives differ, or one is overdue: its number, and for how long ("overdue_s", 0
+        # if they differ), when ranks began to ask each other about it, and their places.
+        self._inquiry: dict[str, Any] | None = None
+        self._inquiry_s = 0.0
+        self._places: dict[int, str] = {}
 
-    def submit(self, operation: Collective | Message) -> None:
-        """Begin a message at once, or a collective after those before it."""
-        if self.error is not None:
-            operation.complete(self.error)
-            return
-        if isinstance(operation, Message):
-            self.messages.submit(operation)
-        else:
-            self._number += 1
-            # 31 bits: they travel in a signed word.
-            self._fingerprint = zlib.crc32(operation.key.encode(), self._fingerprint) & 0x7FFFFFFF
-            operation.number, operation.fingerprint = self._number, self._fingerprint
-            self._texts[self._number] = operation.text
-            self._texts.pop(self._number - _HISTORY, None)
-            self._queue.append(operation)
-        self._serve(True)
+    def submit(self, operations: Sequence[GroupCollective | GroupMessage]) -> None:
+        """Begin messages at once, and collectives after those before them."""
+        for operation in operations:
+            if self.error is not None:
+                operation.complete(self.error)
+                continue
+            if isinstance(operation, GroupMessage):
+                operation.begin()
+                self._messages.append(operation)
+            else:
+                self._number += 1
+                # 31 bits: they travel in a signed word.
+                key = operation.key.encode()
+                self._fingerprint = zlib.crc32(key, self._fingerprint) & 0x7FFFFFFF
+                operation.number, operation.fingerprint = self._number, self._fingerprint
+                self._texts[self._number] = operation.text
+                self._texts.pop(self._number - _HISTORY, None)
+                self._queue.append(operation)
+            self._serve(True)
 
     def advance(self) -> bool:
         progressed = self._start_queued()
         progressed |= self._advance_collectives()
-        if self.messages.pending:
-            progressed |= self.messages.advance()
+        unmatched: list[GroupMessage] = []
+        for message in list(self._messages):
+            if message.advance(unmatched):
+                self._messages.remove(message)
+                progressed = True
+            elif not message.is_matched:
+                unmatched.append(message)
         now = time.monotonic()
         if now > self._look_s:
             self._look_s = now + _LOOK_S
@@ -102,16 +104,11 @@ class GroupLane(OccasionalLane):
 
     @property
     def polls(self) -> bool:
-        return bool(self.messages.pending or self._inquiry)
+        return bool(self._messages or self._inquiry)
 
     @property
     def busy(self) -> bool:
         return bool(self._in_flight or self._queue) or self.polls
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether another group can use the communicators."""
-        return self.error is None and not self.busy
 
     @property
     def waiting_since(self) -> float | None:
@@ -127,31 +124,23 @@ class GroupLane(OccasionalLane):
         pending = self._pending()
         if pending:
             return f"{pending[0].text}, operation {pending[0].number} of {self._name}"
-        return ", ".join(message.text for message in self.messages.pending[:3])
-
-    def close(self) -> None:
-        """End the group on this rank."""
-        self.fail(
-            WfbpError(
-                f"{self._runtime.where}: {self._name}: the process group was destroyed or "
-                "aborted; make a new one"
-            )
-        )
-        self._serve(False)
+        return ", ".join(message.text for message in self._messages[:3])
 
     def fail(self, error: WfbpError) -> None:
         """End every operation, now and later, with this error."""
         if self.error is not None:
             return
         self.error = error
-        pending = [*self._pending(), *self.messages.abandon()]
-        self._in_flight, self._check, self._inquiry = [], None, None
+        collectives, messages = self._pending(), self._messages
+        self._in_flight, self._messages, self._check, self._inquiry = [], [], None, None
         self._queue.clear()
         self._exchange.abandon()
-        for operation in pending:
-            operation.complete(error)
+        for collective in collectives:
+            collective.complete(error)
+        for message in messages:
+            message.abandon(error)
 
-    def _pending(self) -> list[Collective]:
+    def _pending(self) -> list[GroupCollective]:
         """Collectives, the oldest first."""
         return [*(operation for operation, _ in self._in_flight), *self._queue]
 
@@ -159,24 +148,21 @@ class GroupLane(OccasionalLane):
         progressed = False
         while self._queue and self._inquiry is None:
             operation = self._queue[0]
-            if self._is_checked(operation) and not self._agrees(operation):
+            if not self._agrees(operation):
                 break  # ranks start later operations in the same order only after this one
             self._queue.popleft()
-            self._in_flight.append(
-                (operation, operation.begin(self._exchange, operation.fingerprint))
-            )
+            self._in_flight.append((operation, operation.begin(operation.fingerprint)))
+            del operation.begin  # and with it the memory of what is sent
             progressed = True
         return progressed
 
-    def _is_checked(self, operation: Collective) -> bool:
-        if self._exchange.checks or self._exchange.size == 1:
-            return False
-        number, always = operation.number, self._check_all or bool(operation.sent)
-        return always or number <= _ALWAYS_CHECKED or number % _CHECKED_EVERY == 0
-
-    def _agrees(self, operation: Collective) -> bool:
-        """Whether all ranks are in this operation, and send what this one expects; not yet, if they
-        have not compared it."""
+    def _agrees(self, operation: GroupCollective) -> bool:
+        """Whether ranks need not compare this operation, or have compared it without difference."""
+        number, exchange = operation.number, self._exchange
+        is_sampled = number <= _ALWAYS_CHECKED or number % _CHECKED_EVERY == 0
+        is_due = is_sampled or self._check_all or operation.sent
+        if not is_due or exchange.checks or exchange.size == 1:
+            return True
         if self._check is None:
             numbers = np.array([operation.fingerprint, *operation.sent], np.int64)
             self._check = self.backend.all_gather_bytes(numbers.tobytes())
@@ -186,10 +172,9 @@ class GroupLane(OccasionalLane):
         self._check = None
         agree = all(each[0] == operation.fingerprint for each in found)
         if agree and operation.sent:
-            sent = [each[1 + self._exchange.rank] for each in found]
-            agree = sent == list(operation.expected)
+            agree = [each[1 + exchange.rank] for each in found] == list(operation.expected)
         if not agree:
-            self._inquire(operation.number, 0.0)
+            self._inquire(number, 0.0)
         return agree
 
     def _advance_collectives(self) -> bool:
@@ -211,32 +196,33 @@ class GroupLane(OccasionalLane):
     def _look(self, now: float) -> None:
         if self._inquiry is None:
             for operation in self._pending():
-                if now > operation.work.deadline_s:
+                if now > operation.deadline_s:
                     self._inquire(operation.number, now - operation.since)
                     return
             return
-        inquiry, rank = self._inquiry, self._exchange.rank
-        grace_s = 0.0 if len(inquiry.places) == self._exchange.size else _ANSWER_S
-        if now - inquiry.since > rank * _TURN_S + grace_s:
-            self._tell(inquiry, verdict=self._verdict(inquiry))
+        grace_s = 0.0 if len(self._places) == self._exchange.size else _ANSWER_S
+        if now - self._inquiry_s > self._exchange.rank * _TURN_S + grace_s:
+            self._tell(verdict=self._verdict(**self._inquiry))
 
     def _inquire(self, number: int, overdue_s: float) -> None:
         """Tell the ranks of the group this one's place; of several operations, for the first."""
-        if self._inquiry is not None and self._inquiry.number <= number:
+        if self._inquiry is not None and self._inquiry["number"] <= number:
             return
-        self._inquiry = _Inquiry(number, overdue_s)
+        self._inquiry = {"number": number, "overdue_s": overdue_s}
+        self._inquiry_s, self._places = time.monotonic(), {}
         if number <= self._number:
             place = self._texts.get(number, "long past it")
         else:
             last = f", after {self._texts[self._number]}" if self._number else ""
             place = f"has not called it{last}"
         self._serve(True)
-        self._tell(self._inquiry, place=place)
+        self._tell(place=place)
 
-    def _tell(self, inquiry: _Inquiry, **news: str) -> None:
-        """Tell all ranks of the group, this one first, a place or a verdict."""
-        notice = {"number": inquiry.number, "overdue_s": inquiry.overdue_s, **news}
-        notice |= {"kind": NOTICE, "group": self._name, "from": self._exchange.rank}
+    def _tell(self, **news: str) -> None:
+        """Tell all ranks of the group, this one first, its place or a verdict."""
+        assert self._inquiry is not None
+        notice = {"kind": NOTICE, "group": self._name, "from": self._exchange.rank}
+        notice |= {**self._inquiry, **news}
         self._loop.send_notice(notice)
         self.hear(notice)
 
@@ -250,23 +236,21 @@ class GroupLane(OccasionalLane):
             self.fail(kind(f"{self._runtime.where}: {notice['verdict']}"))
             return
         self._inquire(number, overdue_s)
-        if self._inquiry is not None and self._inquiry.number == number:
-            self._inquiry.places[notice["from"]] = notice["place"]
+        if self._inquiry is not None and self._inquiry["number"] == number:
+            self._places[notice["from"]] = notice["place"]
 
-    def _verdict(self, inquiry: _Inquiry) -> str:
+    def _verdict(self, number: int, overdue_s: float) -> str:
         """The error: its cause, the place of every rank, and the remedy."""
         silent = "does not answer: stopped, killed, or busy"
         ranks = range(self._exchange.size)
-        places = name_values({rank: inquiry.places.get(rank, silent) for rank in ranks})
-        what = f"operation {inquiry.number} of {self._name}"
-        if inquiry.overdue_s:
+        places = name_values({rank: self._places.get(rank, silent) for rank in ranks})
+        what = f"operation {number} of {self._name}"
+        if overdue_s:
             return (
-                f"{what} timed out after {inquiry.overdue_s:.1f} s ({places}). Every rank of the "
-                "group must call it, in time: look for a call that only some ranks make, or raise "
-                "the timeout of init_process_group or new_group"
+                f"{what} timed out after {overdue_s:.1f} s ({places}). Every rank must call it in "
+                "time: look for a call that only some ranks make, or raise the group's timeout"
             )
         return (
-            f"ranks called different operations as {what} ({places}). Every rank of the group "
-            "must call the same operations in the same order with the same element types and "
-            "sizes"
+            f"ranks called different operations as {what} ({places}). Every rank of the group must "
+            "call the same operations in the same order with the same element types and sizes"
         )

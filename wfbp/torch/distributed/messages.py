@@ -7,6 +7,7 @@ the type and size, and the data. So a difference of type or size is an error of 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,118 +17,107 @@ from wfbp.comm.mpi.exchange import Exchange
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.operations import sizes
-from wfbp.torch.distributed.work import Operation
+from wfbp.torch.distributed.work import GroupWork
 
 _LEFT_GRACE_S = 2.0
 
-_abandoned: list[Message] = []
+_abandoned: list[GroupMessage] = []
 """Messages that nobody waits for any more: MPI may still use their memory."""
 
 
-class Message(Operation):
+class GroupMessage(GroupWork):
     """A message to ``peer``, or from it (None: from any rank)."""
 
-    def __init__(self, kind: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
-        super().__init__()
-        shown = sizes(tensor.dtype, [tensor.numel()])
+    def __init__(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        exchange: Exchange,
+        runtime: Runtime,
+        timeout_s: float,
+        group: str,
+    ) -> None:
+        super().__init__(runtime.thread, timeout_s)
+        shown = sizes(tensor.dtype, tensor.numel())
         self.text = f"{kind}({shown}, {'' if peer is None else f'rank {peer}, '}tag {tag})"
-        self.peer, self.tag, self.receives = peer, tag, kind != "send"
-        self.data = self.target(tensor) if self.receives else self.source(tensor)
         self.results = [tensor]
-        self.header = f"{tensor.nbytes} bytes of {tensor.dtype}"
-        self.arrived = ""  # the header of the other rank's call
-        self.requests: list[Any] = []  # of MPI
+        self.is_matched = False
+        """Whether its data is under way."""
+        self._where = f"{runtime.where}: {self.text} of {group}"
+        self._exchange, self._left = exchange, runtime.thread.loop.watch.left
+        self._peer, self._tag, self._receives = peer, tag, kind != "send"
+        self._data = self.target(tensor) if self._receives else self.source(tensor)
+        self._header = f"{tensor.nbytes} bytes of {tensor.dtype}"
+        self._difference: DisagreementError | None = None
+        self._requests: list[Any] = []  # of MPI
+        self._left_since: float | None = None
 
-    def overtakes(self, earlier: Message) -> bool:
+    # Under the progress lock.
+
+    def begin(self) -> None:
+        """Send it; what is received begins in :meth:`advance`."""
+        if not self._receives:
+            assert self._peer is not None
+            header = self._header.encode()
+            self._requests = self._exchange.send(header, self._data, self._peer, self._tag)
+            self.is_matched = True
+
+    def advance(self, unmatched: Sequence[GroupMessage]) -> bool:
+        """Move on, after earlier calls that are ``unmatched``; whether it has ended."""
+        if not self.is_matched and not any(map(self._overtakes, unmatched)):
+            self._match()
+        if self.is_matched and all(request.Test() for request in self._requests):
+            self.complete(self._difference)
+        elif (error := self._lateness()) is not None:
+            self.abandon(error)
+        return self.is_completed()
+
+    def abandon(self, error: WfbpError) -> None:
+        """End it with an error."""
+        if self.is_matched:
+            _abandoned.append(self)
+        self.complete(error)
+
+    def _overtakes(self, earlier: GroupMessage) -> bool:
         """Whether both could receive the same message."""
-        any_source = self.peer is None or earlier.peer is None
-        return self.tag == earlier.tag and (any_source or self.peer == earlier.peer)
+        any_source = self._peer is None or earlier._peer is None
+        return self._tag == earlier._tag and (any_source or self._peer == earlier._peer)
 
-
-class Messages:
-    """The messages of one group under way, in the order of calls; used under the progress lock."""
-
-    def __init__(self, runtime: Runtime, exchange: Exchange, group: str) -> None:
-        self.pending: list[Message] = []
-        self._runtime, self._exchange, self._group = runtime, exchange, group
-        self._left_since: dict[int, float] = {}
-
-    def submit(self, message: Message) -> None:
-        """Begin a message."""
-        if message.peer is not None and not message.receives:
-            message.requests = self._exchange.send(
-                message.header.encode(), message.data, message.peer, message.tag
-            )
-        self.pending.append(message)
-
-    def advance(self) -> bool:
-        """Move all messages on; whether any has ended."""
-        unmatched: list[Message] = []
-        ended: list[tuple[Message, WfbpError | None]] = []
-        for message in self.pending:
-            if not message.requests and not any(map(message.overtakes, unmatched)):
-                self._match(message)
-            if not message.requests:
-                unmatched.append(message)
-            elif all(request.Test() for request in message.requests):
-                ended.append((message, self._difference(message)))
-                continue
-            if (error := self._lateness(message)) is not None:
-                ended.append((message, error))
-                _abandoned.extend([message] if message.requests else [])
-        for message, error in ended:
-            self.pending.remove(message)
-            message.complete(error)
-        return bool(ended)
-
-    def abandon(self) -> list[Message]:
-        """Forget all messages, and return them."""
-        pending, self.pending = self.pending, []
-        _abandoned.extend(message for message in pending if message.requests)
-        return pending
-
-    def _match(self, message: Message) -> None:
-        """Begin to receive the next data for a call, of whatever type and size, once its header is
-        here."""
-        if (found := self._exchange.probe(message.peer, message.tag)) is None:
+    def _match(self) -> None:
+        """Begin to receive the next data, of whatever type and size, once its header is here."""
+        if (found := self._exchange.probe(self._peer, self._tag)) is None:
             return
-        message.work.source, header = found
-        message.arrived = header.decode()
-        if message.arrived != message.header:
-            message.data = np.empty(int(message.arrived.split()[0]), np.uint8)
-        request = self._exchange.receive(message.data, message.work.source, message.tag)
-        message.requests.append(request)
+        self.source_number, arrived = found[0], found[1].decode()
+        if arrived != self._header:
+            self._data = np.empty(int(arrived.split()[0]), np.uint8)
+            self._difference = DisagreementError(
+                f"{self._where} expects {self._header}, but rank {self.source_number} of the group "
+                f"sends {arrived}; both ranks must use the same dtype and size"
+            )
+        self._requests = [self._exchange.receive(self._data, self.source_number, self._tag)]
+        self.is_matched = True
 
-    def _difference(self, message: Message) -> DisagreementError | None:
-        """The error of a call that has received another type or size than it expects."""
-        if not message.receives or message.arrived == message.header:
-            return None
-        return DisagreementError(
-            f"{self._where(message)} expects {message.header}, but rank {message.work.source} of "
-            f"the group sends {message.arrived}; both ranks must use the same dtype and size"
-        )
-
-    def _lateness(self, message: Message) -> WfbpError | None:
+    def _lateness(self) -> WfbpError | None:
         """The error of a message that is overdue, or whose other rank has left."""
         now = time.monotonic()
-        if now > message.work.deadline_s:
+        if now > self.deadline_s:
             return StallError(
-                f"{self._where(message)} timed out; the other rank must make the matching call "
-                "in time: raise the timeout of init_process_group or new_group if it needs longer"
+                f"{self._where} timed out; the other rank must make the matching call in time: "
+                "raise the timeout of init_process_group or new_group if it needs longer"
             )
-        left = self._runtime.thread.loop.watch.left
-        if not left:
+        if not self._left:
             return None
         exchange = self._exchange
-        peers = range(exchange.size) if message.peer is None else [message.peer]
-        numbers = [exchange.ranks[peer] for peer in peers if peer != exchange.rank]
-        since = [self._left_since.setdefault(number, now) for number in numbers if number in left]
-        if numbers and len(since) == len(numbers) and now - max(since) > _LEFT_GRACE_S:
-            return PeerError(
-                f"{self._where(message)} waits, but rank {numbers[-1]} {left[numbers[-1]]}; every "
-                "send needs a matching receive"
-            )
-        return None
-
-    def _where(self, message: Message) -> str:
-        return f"{self._runtime.where}: {message.text} of {self._group}"
+        peers = range(exchange.size) if self._peer is None else [self._peer]
+        ranks = [exchange.ranks[peer] for peer in peers if peer != exchange.rank]
+        if not ranks or not all(rank in self._left for rank in ranks):
+            return None
+        self._left_since = self._left_since or now
+        if now - self._left_since <= _LEFT_GRACE_S:
+            return None
+        return PeerError(
+            f"{self._where} waits, but rank {ranks[-1]} {self._left[ranks[-1]]}; every "
+            "send needs a matching receive"
+        )

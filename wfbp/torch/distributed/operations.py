@@ -1,85 +1,142 @@
 """The collectives of a process group: what a rank sends and receives in each of them.
 
 Almost all have one form: a block of bytes for each rank, and one from each, which are copied or
-combined. The functions at the end are named as PyTorch's methods, and collected in :data:`FORMS`.
+combined, natively or by PyTorch. A function describes each collective; :data:`METHODS` has
+PyTorch's names.
 """
 
 from __future__ import annotations
 
-import time
+import functools
+import io
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import ReduceOp
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Work
-from wfbp.comm.mpi.exchange import Exchange
-from wfbp.torch.distributed import reductions
-from wfbp.torch.distributed.work import Operation
+from wfbp.comm.mpi.exchange import Exchange, Reduction
+from wfbp.core.types import ITEM_BYTES, Op
+from wfbp.runtime.progress.thread import CommunicationThread
+from wfbp.torch.distributed.work import GroupWork
+from wfbp.torch.tensors import NAMES, raw
 
-Begin = Callable[[Exchange, int], Work[Any]]
-"""Starts a collective with its fingerprint."""
 Blocks = list[Buffer | None]
 """A block for each rank, or from each; None for no block."""
 
+_REDUCTIONS: dict[str, tuple[Op | None, Callable[[Tensor, Tensor], Tensor]]] = {
+    # By the C++ extension, and by PyTorch for other element types.
+    "SUM": (Op.SUM, torch.add),
+    "PREMUL_SUM": (Op.SUM, torch.add),
+    "AVG": (Op.AVERAGE, torch.add),
+    "PRODUCT": (Op.PRODUCT, torch.mul),
+    "MIN": (Op.MIN, torch.minimum),
+    "MAX": (Op.MAX, torch.maximum),
+    "BAND": (None, torch.bitwise_and),
+    "BOR": (None, torch.bitwise_or),
+    "BXOR": (None, torch.bitwise_xor),
+}
 
-def sizes(dtype: torch.dtype, numels: Sequence[int]) -> str:
-    """Type and numbers of elements, such as ``float32[3, 5]`` for two blocks; one number if all
-    are equal."""
+
+def reduction(dtype: torch.dtype, op: str, size: int) -> Reduction:
+    """How elements of ``size`` ranks are combined; ``ValueError`` if they cannot be."""
+    if op not in _REDUCTIONS:
+        raise ValueError(f"{op} of {dtype}: expected one of {', '.join(_REDUCTIONS)}")
+    refused = f"{op} of {dtype} is not defined; convert the tensor to another type first"
+    if dtype is torch.bool and op in ("AVG", "PREMUL_SUM"):
+        raise ValueError(refused)  # the result has another type
+    native, combine = _REDUCTIONS[op]
+    if dtype.is_complex and native in (Op.SUM, Op.AVERAGE):
+        dtype = dtype.to_real()
+    if native is not None and NAMES.get(dtype) in ITEM_BYTES:
+        return Reduction(dtype.itemsize, NAMES[dtype], native)
+
+    def function(shards: Sequence[Buffer], out: Buffer) -> None:
+        # Copies: those of other ranks are read-only, which PyTorch does not support.
+        values = [torch.from_numpy(np.array(shard)).view(dtype) for shard in shards]
+        result = functools.reduce(combine, values)
+        if native is Op.AVERAGE:
+            result = torch.div(result, size, rounding_mode="trunc")
+        out[:] = raw(result)
+
+    try:  # PyTorch decides
+        example = raw(torch.ones(1, dtype=dtype))
+        function([example, example], example)
+    except RuntimeError as error:
+        raise ValueError(refused) from error
+    return Reduction(dtype.itemsize, function=function)
+
+
+def sizes(dtype: torch.dtype, *numels: int) -> str:
+    """Type and numbers of elements, such as ``float32[3, 5]``; one number if all are equal."""
     shown = numels[:1] if len(set(numels)) == 1 else numels
     return f"{str(dtype).removeprefix('torch.')}{list(shown)}"
 
 
-class Collective(Operation):
+class GroupCollective(GroupWork):
     """A collective as this rank calls it; one of the functions below says what it does."""
 
     key: str
     """Equal on all ranks."""
-    begin: Begin
+    begin: Callable[[int], Work[Any]]
+    """Starts it with its fingerprint."""
+    number = fingerprint = 0
+    # Elements for each rank, and from each rank, if no other rank knows these numbers.
+    sent: Sequence[int] = ()
+    expected: Sequence[int] = ()
 
-    def __init__(self, name: str, rank: int, size: int, options: Any) -> None:
-        super().__init__()
-        self.name, self.rank, self.size = name, rank, size
+    def __init__(
+        self,
+        name: str,
+        exchange: Exchange,
+        options: Any,
+        thread: CommunicationThread,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(thread, timeout_s)
+        self.name, self.exchange = name, exchange
+        self.rank, self.size = exchange.rank, exchange.size
         self.root: int | None = getattr(options, "rootRank", None)
-        if self.root is not None and not 0 <= self.root < size:
-            raise ValueError(f"{name}: rank {self.root} of a group of {size} is the root")
-        self.is_root = self.root == rank
-        self.op: Any = getattr(options, "reduceOp", None)
-        self.nothing: Blocks = [None] * size
-        # Elements for each rank, and from each rank, if no other rank knows these numbers.
-        self.sent: Sequence[int] = ()
-        self.expected: Sequence[int] = ()
-        self.since = time.monotonic()
-        self.number = self.fingerprint = 0
+        if self.root is not None and not 0 <= self.root < self.size:
+            raise ValueError(f"{name}: rank {self.root} of a group of {self.size} is the root")
+        self.is_root = self.root == self.rank
+        op: Any = getattr(options, "reduceOp", None)
+        self.op = str(getattr(op, "op", op)).rpartition(".")[2] if op is not None else ""
+        """Name of a reduction."""
+        self._factor: Any = op.factor if self.op == "PREMUL_SUM" else None
+        self.nothing: Blocks = [None] * self.size
 
-    def contribution(self, tensor: Tensor) -> Buffer:
-        """The bytes of this rank's tensor for a reduction."""
-        return self.source(reductions.contribution(tensor, self.op))
+    def addend(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a reduction."""
+        return tensor if self._factor is None else (tensor * self._factor).to(tensor.dtype)
 
-    def at_root(self, data: Buffer) -> Blocks:
-        """A block for the root alone, or from it."""
-        return [data if rank == self.root else None for rank in range(self.size)]
+    def only(self, rank: int | None, data: Buffer) -> Blocks:
+        """A block for one rank alone, or from it."""
+        return [data if rank == each else None for each in range(self.size)]
 
-    def each(self, view: Callable[[Tensor], Buffer], given: Sequence[Tensor]) -> Blocks:
-        """A tensor for each rank, or from each."""
-        if len(given) != self.size:
+    def blocks(
+        self,
+        view: Callable[[Tensor], Buffer],
+        given: Tensor | Sequence[Tensor],
+        rows: Sequence[int] = (),
+    ) -> Blocks:
+        """For each rank: a tensor of a list, or a part of one tensor: equal, or so many rows."""
+        if not isinstance(given, Tensor):
+            if len(given) != self.size:
+                raise ValueError(
+                    f"{self.name}: {len(given)} tensors; expected one per rank, {self.size}"
+                )
+            return [view(tensor) for tensor in given]
+        data, counts = view(given), rows or [1] * self.size
+        total = given.shape[0] if rows else self.size
+        if len(counts) != self.size or sum(counts) != total or given.numel() % (total or 1):
             raise ValueError(
-                f"{self.name}: {len(given)} tensors; expected one per rank, {self.size}"
-            )
-        return [view(tensor) for tensor in given]
-
-    def split(self, data: Buffer, tensor: Tensor, rows: Sequence[int] = ()) -> Blocks:
-        """Equal parts of a tensor's bytes, or so many rows for each rank."""
-        counts = rows or [1] * self.size
-        total = tensor.shape[0] if rows else self.size
-        if len(counts) != self.size or sum(counts) != total or tensor.numel() % (total or 1):
-            raise ValueError(
-                f"{self.name}: a tensor of shape {list(tensor.shape)} cannot be split among "
+                f"{self.name}: a tensor of shape {list(given.shape)} cannot be split among "
                 f"{self.size} ranks, by split sizes {list(rows) or 'that are equal'}"
             )
         step = data.nbytes // (total or 1)
@@ -88,244 +145,171 @@ class Collective(Operation):
             for end, count in zip(accumulate(counts), counts, strict=True)
         ]
 
-    def move(
-        self,
-        outgoing: Blocks,
-        incoming: Blocks,
-        results: Sequence[Tensor],
-        is_known: bool = True,
-    ) -> None:
-        """Copy blocks from rank to rank. Of sizes that are not known, each rank knows its own."""
-        sent, expected = self._numels(outgoing), self._numels(incoming)
-        self._check_blocks(outgoing, incoming)
-        self.run(
-            sizes(self.tensors[0].dtype, expected or sent),
-            lambda exchange, mark: exchange.move(outgoing, incoming, mark, in_chunks=is_known),
-            results,
-        )
-        if not is_known:
-            self.sent, self.expected = sent, expected
-            self.key = f"{self.name}({self.tensors[0].dtype}"
-            self.text = f"{self.key}, sends {sent}, expects {expected})"
-
-    def combine(self, outgoing: Blocks, output: Tensor, is_wanted: bool = True) -> None:
-        """Combine all ranks' blocks for this rank, if it wants them."""
-        incoming = list(self.nothing)
-        if is_wanted:
-            incoming[self.rank] = self.target(output)
-        self._check_blocks(outgoing, incoming)
-        how = reductions.reduction(output.dtype, self.op, self.size)
-        self.run(
-            sizes(output.dtype, self._numels(outgoing)),
-            lambda exchange, mark: exchange.move(outgoing, incoming, mark, how),
-            [output],
-        )
-
-    def run(self, what: str, begin: Begin, results: Sequence[Tensor]) -> None:
-        """Let ``begin`` start it; ranks compare ``what``, the root and the op."""
-        if self.root is not None:
-            what += f", root {self.root}"
-        if self.op is not None:
-            what += f", {reductions.op_name(self.op)}"
-        self.text = self.key = f"{self.name}({what})"
-        self.begin, self.results = begin, results
-
-    def _numels(self, blocks: Blocks) -> list[int]:
-        """The numbers of elements of the blocks that there are."""
-        item = self.tensors[0].dtype.itemsize
-        return [block.nbytes // item for block in blocks if block is not None]
-
-    def _check_blocks(self, outgoing: Blocks, incoming: Blocks) -> None:
-        """Raise ``ValueError`` unless tensors have one type, and this rank's equal sizes."""
+    def move(self, outgoing: Blocks, incoming: Blocks, is_known: bool = True) -> None:
+        """Copy blocks from rank to rank, or reduce all blocks for a rank into its own incoming one.
+        Of sizes that are not known, each rank knows its own."""
+        exchange, dtype = self.exchange, self.tensors[0].dtype
         blocks = [outgoing[self.rank], incoming[self.rank]]
         if self.root is not None:
             blocks = [*outgoing, *incoming]
         lengths = {block.nbytes for block in blocks if block is not None}
-        if len(lengths) > 1 or len({tensor.dtype for tensor in self.tensors}) > 1:
-            found = "; ".join(sizes(each.dtype, [each.numel()]) for each in self.tensors)
+        if len(lengths) > 1 or any(tensor.dtype != dtype for tensor in self.tensors):
+            found = "; ".join(sizes(each.dtype, each.numel()) for each in self.tensors)
             raise ValueError(
                 f"{self.name}: tensors {found} do not fit; expected one element type, and as "
                 f"many elements from each of {self.size} ranks as for it"
             )
+        how = reduction(dtype, self.op, self.size) if self.op else None
+        sent, expected = (
+            [block.nbytes // dtype.itemsize for block in each if block is not None]
+            for each in (outgoing, incoming)
+        )
+        self.run(
+            sizes(dtype, *(sent if self.op or not expected else expected)),
+            lambda mark: exchange.move(outgoing, incoming, mark, how, in_chunks=is_known),
+        )
+        if not is_known:
+            self.sent, self.expected = sent, expected
+            self.key = f"{self.name}({dtype}"
+            self.text = f"{self.key}, sends {sent}, expects {expected})"
+
+    def run(self, what: str, begin: Callable[[int], Work[Any]]) -> None:
+        """Let ``begin`` start it; ranks compare ``what``, the root and the op."""
+        if self.root is not None:
+            what += f", root {self.root}"
+        if self.op:
+            what += f", {self.op}"
+        self.text = self.key = f"{self.name}({what})"
+        self.begin = begin
 
 
-class Form(NamedTuple):
-    """How PyTorch calls a collective.
-
-    Its ``arguments`` are a tensor ("one"), a list of them ("list"), or anything else, and those of
-    several collectives may come together. Options follow, as an object or one by one.
-    """
-
-    name: str
-    options: type[Any]
-    arguments: Sequence[str]
-    describe: Callable[..., None]
-
-    def parse(self, given: Sequence[Any], named: dict[str, Any]) -> Any:
-        """The options that a program has given."""
-        for options in (*given, *named.values()):
-            if hasattr(options, "asyncOp"):
-                return options
-        options = self.options()
-        names = [name for name in _OPTIONS if hasattr(options, _OPTIONS[name])]
-        for name, value in [*zip(names, given, strict=False), *named.items()]:
-            if value is not None:
-                setattr(options, _OPTIONS[name], value)
-        return options
-
-    def collectives(
-        self, rank: int, size: int, given: Sequence[Any], options: Any
-    ) -> list[Collective]:
-        """The collectives of this rank."""
-        items = [_items(kind, each) for kind, each in zip(self.arguments, given, strict=True)]
-        made = []
-        for arguments in zip(*items, strict=True) if items else [()]:
-            made.append(Collective(self.name, rank, size, options))
-            self.describe(made[-1], *arguments)
-        return made
-
-
-_OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
-
-FORMS: dict[str, Form] = {}
-"""All collectives, by the names of PyTorch's methods."""
-
-
-def _items(kind: str, given: Any) -> list[Any]:
-    """One argument of several collectives, an item for each."""
-    if kind == "one":
-        return [given] if isinstance(given, Tensor) else list(given)
-    if kind == "list":
-        return list(given) if given and not isinstance(given[0], Tensor) else [given]
-    return [given]
-
-
-def _form(
-    name: str, options: type[Any], *arguments: str, also: Sequence[str] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a function that describes a collective; ``also`` are other names of its
-    method."""
-
-    def decorate(describe: Callable[..., None]) -> Callable[..., None]:
-        for method in (describe.__name__, *also):
-            FORMS[method] = Form(name, options, arguments, describe)
-        return describe
-
-    return decorate
-
-
-@_form("all_reduce", c10d.AllreduceOptions, "one", also=["allreduce_coalesced"])
-def allreduce(call: Collective, tensor: Tensor) -> None:
+def all_reduce(call: GroupCollective, tensor: Tensor) -> None:
     if tensor.layout is torch.sparse_coo:
         _all_reduce_sparse(call, tensor)
         return
-    how = reductions.reduction(tensor.dtype, call.op, call.size)
-    data = call.target(tensor, reductions.contribution(tensor, call.op))
-    call.run(
-        sizes(tensor.dtype, [tensor.numel()]),
-        lambda exchange, mark: exchange.all_reduce(data, how, mark),
-        [tensor],
-    )
+    exchange = call.exchange
+    how = reduction(tensor.dtype, call.op, call.size)
+    data = call.target(tensor, call.addend(tensor))
+    what = sizes(tensor.dtype, tensor.numel())
+    call.run(what, lambda mark: exchange.all_reduce(data, how, mark))
 
 
-def _all_reduce_sparse(call: Collective, tensor: Tensor) -> None:
+def _all_reduce_sparse(call: GroupCollective, tensor: Tensor) -> None:
     """Every rank adds the values of all ranks."""
-    if call.op != ReduceOp.SUM:
-        raise ValueError(f"{reductions.op_name(call.op)} of a sparse tensor; expected SUM")
-    payload, deliveries = reductions.pack_sparse(tensor), call.deliveries
+    if call.op != "SUM":
+        raise ValueError(f"{call.op} of a sparse tensor; expected SUM")
+    backend, deliveries, file = call.exchange.backend, call.deliveries, io.BytesIO()
+    torch.save(tensor.detach().coalesce(), file)
 
-    def begin(exchange: Exchange, _: int) -> Work[list[bytes]]:
-        gathered = exchange.backend.all_gather_bytes(payload)
-        deliveries.append(lambda: reductions.add_sparse(gathered.result, tensor))
+    def begin(_: int) -> Work[list[bytes]]:
+        gathered = backend.all_gather_bytes(file.getvalue())
+
+        def add() -> None:
+            addends = (torch.load(io.BytesIO(payload)) for payload in gathered.result)
+            with torch.no_grad():
+                tensor.copy_(functools.reduce(torch.add, addends).coalesce())
+
+        deliveries.append(add)
         return gathered
 
-    call.run(f"sparse {tensor.dtype}{list(tensor.shape)}", begin, [tensor])
+    call.run(f"sparse {tensor.dtype}{list(tensor.shape)}", begin)
 
 
-@_form("reduce", c10d.ReduceOptions, "one")
-def reduce(call: Collective, tensor: Tensor) -> None:
-    call.combine(call.at_root(call.contribution(tensor)), tensor, is_wanted=call.is_root)
+def reduce(call: GroupCollective, tensor: Tensor) -> None:
+    outgoing = call.only(call.root, call.source(call.addend(tensor)))
+    call.move(outgoing, call.only(call.root, call.target(tensor)) if call.is_root else call.nothing)
 
 
-@_form("reduce_scatter", c10d.ReduceScatterOptions, "one", "list")
-def reduce_scatter(call: Collective, output: Tensor, inputs: Sequence[Tensor]) -> None:
-    call.combine(call.each(call.contribution, inputs), output)
-
-
-@_form(
-    "reduce_scatter",
-    c10d.ReduceScatterOptions,
-    "one",
-    "one",
-    also=(
-        "_reduce_scatter_base",
-        "reduce_scatter_single_coalesced",
-        "reduce_scatter_tensor_coalesced",
-    ),
-)
-def reduce_scatter_single(call: Collective, output: Tensor, tensor: Tensor) -> None:
-    call.combine(call.split(call.contribution(tensor), tensor), output)
-
-
-@_form("broadcast", c10d.BroadcastOptions, "one")
-def broadcast(call: Collective, tensor: Tensor) -> None:
-    if call.is_root:
-        call.move([call.source(tensor)] * call.size, call.nothing, [tensor])
-    else:
-        call.move(call.nothing, call.at_root(call.target(tensor)), [tensor])
-
-
-@_form("all_gather", c10d.AllgatherOptions, "list", "one")
-def allgather(call: Collective, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-    call.move([call.source(tensor)] * call.size, call.each(call.target, outputs), outputs)
-
-
-@_form(
-    "all_gather",
-    c10d.AllgatherOptions,
-    "one",
-    "one",
-    also=("_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-)
-def all_gather_single(call: Collective, output: Tensor, tensor: Tensor) -> None:
-    incoming = call.split(call.target(output), output)
-    call.move([call.source(tensor)] * call.size, incoming, [output])
-
-
-@_form("gather", c10d.GatherOptions, "list", "one")
-def gather(call: Collective, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-    incoming = call.each(call.target, outputs) if call.is_root else call.nothing
-    call.move(call.at_root(call.source(tensor)), incoming, outputs if call.is_root else [])
-
-
-@_form("scatter", c10d.ScatterOptions, "one", "list")
-def scatter(call: Collective, output: Tensor, inputs: Sequence[Tensor]) -> None:
-    outgoing = call.each(call.source, inputs) if call.is_root else call.nothing
-    call.move(outgoing, call.at_root(call.target(output)), [output])
-
-
-@_form("all_to_all", c10d.AllToAllOptions, "list", "list")
-def alltoall(call: Collective, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    outgoing, incoming = call.each(call.source, inputs), call.each(call.target, outputs)
-    call.move(outgoing, incoming, outputs, is_known=False)
-
-
-@_form("all_to_all", c10d.AllToAllOptions, "one", "one", "rows", "rows", also=["alltoall_base"])
-def all_to_all_single(
-    call: Collective, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+def reduce_scatter(
+    call: GroupCollective, output: Tensor, inputs: Tensor | Sequence[Tensor]
 ) -> None:
-    outgoing = call.split(call.source(tensor), tensor, sent)
-    incoming = call.split(call.target(output), output, received)
-    call.move(outgoing, incoming, [output], is_known=not (received or sent))
+    outgoing = call.blocks(lambda tensor: call.source(call.addend(tensor)), inputs)
+    call.move(outgoing, call.only(call.rank, call.target(output)))
 
 
-@_form("barrier", c10d.BarrierOptions)
-def barrier(call: Collective) -> None:
-    nothing = call.nothing
+def broadcast(call: GroupCollective, tensor: Tensor) -> None:
+    if call.is_root:
+        call.move([call.source(tensor)] * call.size, call.nothing)
+    else:
+        call.move(call.nothing, call.only(call.root, call.target(tensor)))
 
-    def begin(exchange: Exchange, mark: int) -> Work[Any]:
-        if exchange.checks:
-            return exchange.move(nothing, nothing, mark)
-        return exchange.backend.all_gather_bytes(b"")
 
-    call.run("", begin, [])
+def all_gather(call: GroupCollective, outputs: Tensor | Sequence[Tensor], tensor: Tensor) -> None:
+    call.move([call.source(tensor)] * call.size, call.blocks(call.target, outputs))
+
+
+def gather(call: GroupCollective, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    incoming = call.blocks(call.target, outputs) if call.is_root else call.nothing
+    call.move(call.only(call.root, call.source(tensor)), incoming)
+
+
+def scatter(call: GroupCollective, output: Tensor, inputs: Sequence[Tensor]) -> None:
+    outgoing = call.blocks(call.source, inputs) if call.is_root else call.nothing
+    call.move(outgoing, call.only(call.root, call.target(output)))
+
+
+def all_to_all(
+    call: GroupCollective,
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    received: Sequence[int] = (),
+    sent: Sequence[int] = (),
+) -> None:
+    outgoing = call.blocks(call.source, inputs, sent)
+    incoming = call.blocks(call.target, outputs, received)
+    is_known = isinstance(outputs, Tensor) and not (received or sent)
+    call.move(outgoing, incoming, is_known)
+
+
+def barrier(call: GroupCollective) -> None:
+    exchange, data = call.exchange, np.zeros(1, np.uint8)
+    call.run("", lambda mark: exchange.all_reduce(data, Reduction(1, "uint8"), mark))
+
+
+_ONE, _LIST, _ROWS = "a tensor", "a list of tensors", "numbers of rows"
+
+METHODS: dict[str, tuple[Callable[..., None], type[Any], Sequence[str]]] = {
+    # What describes each collective method of PyTorch, its options, and the arguments before them.
+    "allreduce": (all_reduce, c10d.AllreduceOptions, [_ONE]),
+    "allreduce_coalesced": (all_reduce, c10d.AllreduceOptions, [_ONE]),
+    "reduce": (reduce, c10d.ReduceOptions, [_ONE]),
+    "reduce_scatter": (reduce_scatter, c10d.ReduceScatterOptions, [_ONE, _LIST]),
+    "reduce_scatter_single": (reduce_scatter, c10d.ReduceScatterOptions, [_ONE, _ONE]),
+    "reduce_scatter_single_coalesced": (reduce_scatter, c10d.ReduceScatterOptions, [_ONE, _ONE]),
+    "_reduce_scatter_base": (reduce_scatter, c10d.ReduceScatterOptions, [_ONE, _ONE]),
+    "broadcast": (broadcast, c10d.BroadcastOptions, [_ONE]),
+    "allgather": (all_gather, c10d.AllgatherOptions, [_LIST, _ONE]),
+    "all_gather_single": (all_gather, c10d.AllgatherOptions, [_ONE, _ONE]),
+    "all_gather_single_coalesced": (all_gather, c10d.AllgatherOptions, [_ONE, _ONE]),
+    "_allgather_base": (all_gather, c10d.AllgatherOptions, [_ONE, _ONE]),
+    "gather": (gather, c10d.GatherOptions, [_LIST, _ONE]),
+    "scatter": (scatter, c10d.ScatterOptions, [_ONE, _LIST]),
+    "alltoall": (all_to_all, c10d.AllToAllOptions, [_LIST, _LIST]),
+    "all_to_all_single": (all_to_all, c10d.AllToAllOptions, [_ONE, _ONE, _ROWS, _ROWS]),
+    "alltoall_base": (all_to_all, c10d.AllToAllOptions, [_ONE, _ONE, _ROWS, _ROWS]),
+    "barrier": (barrier, c10d.BarrierOptions, []),
+}
+
+_OPTIONS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
+
+
+def parse_options(kind: type[Any], given: Sequence[Any], named: dict[str, Any]) -> Any:
+    """The options that a program has given, as an object or one by one."""
+    for options in (*given, *named.values()):
+        if hasattr(options, "asyncOp"):
+            return options
+    options = kind()
+    names = [name for name in _OPTIONS if hasattr(options, _OPTIONS[name])]
+    for name, value in [*zip(names, given, strict=False), *named.items()]:
+        if value is not None:
+            setattr(options, _OPTIONS[name], value)
+    return options
+
+
+def each_call(kind: str, given: Any) -> list[Any]:
+    """This argument of every collective, of which several may come together."""
+    if kind == _ONE:
+        return [given] if isinstance(given, Tensor) else list(given)
+    if kind == _LIST and given and not isinstance(given[0], Tensor):
+        return list(given)
+    return [given]

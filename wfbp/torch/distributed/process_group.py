@@ -1,13 +1,14 @@
 """The process group of ``torch.distributed``: its methods, as PyTorch calls them.
 
-The methods of collectives are made from the table ``operations.FORMS``.
+The methods of collectives are made from the table ``operations.METHODS``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from wfbp.errors import StallError
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.compiling import uncompiled_methods
 from wfbp.torch.distributed.lane import GroupLane
-from wfbp.torch.distributed.messages import Message
-from wfbp.torch.distributed.operations import FORMS, Collective, Form
+from wfbp.torch.distributed.messages import GroupMessage
+from wfbp.torch.distributed.operations import METHODS, GroupCollective, each_call, parse_options
 from wfbp.torch.distributed.work import GroupWork
 
 
@@ -38,11 +39,11 @@ class ProcessGroup(dist.ProcessGroup):
         key: str,
         timeout: timedelta,
         store: c10d.Store,
-        closed: Callable[[ProcessGroup], None],
+        close: Callable[[ProcessGroup], None],
     ) -> None:
         super().__init__(exchange.rank, exchange.size)  # type: ignore[call-arg]
         self.exchange, self.key = exchange, key
-        self._runtime, self._timeout, self._closed = runtime, timeout, closed
+        self._runtime, self._timeout, self._close = runtime, timeout, close
         self._store = store  # with keys of this group alone, which all of its ranks share
         check_all = c10d.get_debug_level() == c10d.DebugLevel.DETAIL
         self.lane = GroupLane(runtime, exchange, key, check_all)
@@ -65,8 +66,6 @@ class ProcessGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
-    group_name = property(getGroupName)
-
     def get_group_store(self) -> c10d.Store:
         return self._store
 
@@ -74,17 +73,35 @@ class ProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in self._backends()]
 
+    def _backends(self) -> dict[str, str]:
+        """The backend of each device, as the program named them."""
+        named = _world.pg_backend_config.get(self, "wfbp")
+        return {**BackendConfig(dist.Backend(named)).get_device_backend_map(), "cpu": "wfbp"}
+
     def _get_backend(self, device: Any) -> Any:
+        """The group that serves tensors of a device; made at its first use by all ranks."""
         device = torch.device(device)
-        return self if device.type == "cpu" else self._other(device)
+        if device.type == "cpu":
+            return self
+        if device.type not in self._others:
+            backend = self._backends().get(device.type)
+            if backend is None:
+                raise ValueError(
+                    f"a tensor is on {device}, but the backend wfbp moves tensors of the CPU; use "
+                    'init_process_group("cpu:wfbp,cuda:nccl") for both'
+                )
+            self._others[device.type] = dist.new_group(
+                dist.get_process_group_ranks(self),
+                timeout=self._timeout,
+                backend=backend,
+                use_local_synchronization=True,
+            )
+        return self._others[device.type]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass  # operations are numbered anyway
 
     def split(
         self,
@@ -92,11 +109,11 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
         pg_options: Any = None,
         group_desc: str | None = None,
-        backend: Any = None,
+        **_: Any,
     ) -> dist.ProcessGroup | None:
         """The group of the ranks that contain this one, by their numbers in this group."""
-        if not split_ranks or any(
-            len({*ranks}) != len(ranks) or not ranks for ranks in split_ranks
+        if not split_ranks or not all(
+            ranks and len({*ranks}) == len(ranks) for ranks in split_ranks
         ):
             raise ValueError(
                 f"split_ranks is {split_ranks}; expected non-empty lists without duplicates"
@@ -114,88 +131,64 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         if self._runtime.thread.error is None:
-            self._runtime.thread.call(self._close, "destroying a process group", self)
+            self._runtime.thread.call(
+                lambda: Finished(self._close(self)), "destroying a process group", self
+            )
 
     abort = shutdown
 
-    def _close(self) -> Finished[None]:
-        self._closed(self)
-        self.lane.close()
-        return Finished(None)
-
-    def _backends(self) -> dict[str, str]:
-        """The backend of each device, as the program named them."""
-        named = _world.pg_backend_config.get(self)
-        backends: Mapping[str, str] = {}
-        if named is not None:
-            backends = BackendConfig(dist.Backend(named)).get_device_backend_map()
-        return {kind: name for kind, name in backends.items() if name != "wfbp"} | {"cpu": "wfbp"}
-
-    def _other(self, device: torch.device) -> dist.ProcessGroup:
-        """The group that serves tensors of another device; made at its first use by all ranks."""
-        if device.type not in self._others:
-            backend = self._backends().get(device.type)
-            if backend is None:
-                raise ValueError(
-                    f"a tensor is on {device}, but the backend wfbp moves tensors of the CPU; use "
-                    'init_process_group("cpu:wfbp,cuda:nccl") for both'
-                )
-            self._others[device.type] = dist.new_group(
-                dist.get_process_group_ranks(self),
-                timeout=self._timeout,
-                backend=backend,
-                use_local_synchronization=True,
-            )
-        return self._others[device.type]
-
     # Collectives; the table has their names.
 
-    def _collective(self, name: str, form: Form, given: Sequence[Any], named: Any) -> Any:
+    def _collective(self, name: str, given: Sequence[Any], named: dict[str, Any]) -> Any:
         """Begin what a call of a collective asks for."""
-        num_arguments = len(form.arguments)
-        arguments = given[:num_arguments]
-        options = form.parse(given[num_arguments:], named)
-        device = getattr(options, "device", None) or _device(arguments)
-        if device.type != "cpu":
-            return getattr(self._other(device), name)(*arguments, options)
-        exchange = self.exchange
-        operations = form.collectives(exchange.rank, exchange.size, arguments, options)
-        return self._submit(operations, options.timeout, options.asyncOp)
+        describe, kind_of_options, kinds = METHODS[name]
+        arguments = given[: len(kinds)]
+        options = parse_options(kind_of_options, given[len(kinds) :], named)
+        group = self._get_backend(getattr(options, "device", None) or _device(arguments))
+        if group is not self:
+            return getattr(group, name)(*arguments, options)
+        timeout = options.timeout if options.timeout > timedelta(0) else self._timeout
+        timeout_s, thread = timeout.total_seconds(), self._runtime.thread
+        items = [each_call(kind, each) for kind, each in zip(kinds, arguments, strict=True)]
+        calls = []
+        for tensors in zip(*items, strict=True) if items else [()]:
+            call = GroupCollective(describe.__name__, self.exchange, options, thread, timeout_s)
+            describe(call, *tensors)
+            if tensors:  # the first ones are those of results
+                call.results = [tensors[0]] if isinstance(tensors[0], torch.Tensor) else tensors[0]
+            calls.append(call)
+        return self._submit(calls, options.asyncOp)
 
-    def _submit(
-        self, operations: Sequence[Collective | Message], timeout: timedelta, wakes: bool
-    ) -> GroupWork:
+    def _submit(self, works: Sequence[GroupCollective | GroupMessage], wakes: bool) -> GroupWork:
         """Begin operations, and return what completes with them."""
         self._runtime.check()
         if self.lane.error is not None:
             raise self.lane.error
-        thread, lane = self._runtime.thread, self.lane
-        limit = timeout if timeout > timedelta(0) else self._timeout
-        work = GroupWork(thread, limit.total_seconds(), operations)
+        thread = self._runtime.thread
+        work: GroupWork
+        if len(works) == 1:
+            work = works[0]
+        else:
+            work = GroupWork(thread, self._timeout.total_seconds())
+            for part in works:
+                work.include(part)
+            work.complete()
         if self._coalesced is not None:
             self._coalesced.include(work)
-        if not operations:
-            work.complete()
-
-        def submit() -> None:
-            for operation in operations:
-                lane.submit(operation)
-
-        if wakes:
-            thread.post(submit)
-        else:  # the caller waits, and will do it
-            thread.leave(submit)
+        # If the caller waits, it will do it.
+        (thread.post if wakes else thread.leave)(partial(self.lane.submit, works))
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = GroupWork(self._runtime.thread, self._timeout.total_seconds())
-        if device.type != "cpu":
-            self._other(device)._start_coalescing(device)
+        if (group := self._get_backend(device)) is not self:
+            group._start_coalescing(device)
+        else:
+            self._coalesced = GroupWork(self._runtime.thread, self._timeout.total_seconds())
 
     def _end_coalescing(self, device: torch.device) -> Any:
+        if (group := self._get_backend(device)) is not self:
+            return group._end_coalescing(device)
         work, self._coalesced = self._coalesced, None
-        if device.type != "cpu":
-            return self._other(device)._end_coalescing(device)
         assert work is not None
         work.complete()
         return work
@@ -219,14 +212,18 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _message(self, kind: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Any:
         """Begin to send to a rank, or to receive from it (None: from any)."""
-        place = () if peer is None else (peer,)
-        if tensor.device.type != "cpu":
-            return getattr(self._other(tensor.device), kind)([tensor], *place, tag)
-        if peer is not None and not 0 <= peer < self.exchange.size:
-            raise ValueError(f"{kind}: rank {peer} of a group of {self.exchange.size}")
-        if not 0 <= tag <= self.exchange.largest_tag:
-            raise ValueError(f"{kind}: tag {tag}; expected 0 to {self.exchange.largest_tag}")
-        return self._submit([Message(kind, tensor, peer, tag)], self._timeout, wakes=True)
+        if (group := self._get_backend(tensor.device)) is not self:
+            place = () if peer is None else (peer,)
+            return getattr(group, kind)([tensor], *place, tag)
+        exchange, timeout_s = self.exchange, self._timeout.total_seconds()
+        if peer is not None and not 0 <= peer < exchange.size:
+            raise ValueError(f"{kind}: rank {peer} of a group of {exchange.size}")
+        if not 0 <= tag <= exchange.largest_tag:
+            raise ValueError(f"{kind}: tag {tag}; expected 0 to {exchange.largest_tag}")
+        message = GroupMessage(
+            kind, tensor, peer, tag, exchange, self._runtime, timeout_s, self.key
+        )
+        return self._submit([message], wakes=True)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
@@ -235,11 +232,9 @@ class ProcessGroup(dist.ProcessGroup):
         if isinstance(timeout, float | int):
             timeout = timedelta(seconds=timeout)
         limit_s = (self._timeout if timeout is None else timeout).total_seconds()
-        rank, limit_ms = self.rank(), int(limit_s * 1000)
-        if limit_s <= 0:
-            raise StallError(f"Rank {rank} timed out in monitoredBarrier after {limit_ms} ms")
+        rank, limit_ms, end_s = self.rank(), int(limit_s * 1000), time.monotonic() + limit_s
         self._num_monitored += 1
-        barrier, end_s = f"monitored barrier {self._num_monitored}", time.monotonic() + limit_s
+        barrier = f"monitored barrier {self._num_monitored}"
         if rank:
             self._store.set(f"{barrier}, rank {rank}", "")
         missing: list[int] = []
@@ -251,39 +246,34 @@ class ProcessGroup(dist.ProcessGroup):
                 missing.append(peer)
                 if not wait_all_ranks:
                     break
-        if missing and rank:
-            raise StallError(
-                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
-                f"waiting for send/recv from rank 0 in {limit_ms} ms. Please check rank 0 logs for "
-                "faulty rank"
-            )
         if missing:
             raise StallError(
-                f"{name_ranks(missing).capitalize()} failed to pass "
-                f"monitoredBarrier in {limit_ms} ms; every rank of the group must call it"
+                f"{name_ranks(missing).capitalize()} failed to pass monitoredBarrier in {limit_ms} "
+                "ms; every rank of the group must call it, and rank 0 names those that did not"
             )
         if not rank:
             self._store.set(f"{barrier}, rank 0", "")
 
 
-def _method(name: str, form: Form) -> Callable[..., Any]:
+def _method(name: str) -> Callable[..., Any]:
     def method(self: ProcessGroup, *given: Any, **named: Any) -> Any:
-        return self._collective(name, form, given, named)
+        return self._collective(name, given, named)
 
     method.__name__ = name
     return method
 
 
-for _name, _form in FORMS.items():
-    setattr(ProcessGroup, _name, _method(_name, _form))
+for _name in METHODS:
+    setattr(ProcessGroup, _name, _method(_name))
 uncompiled_methods(ProcessGroup)
 
 
-def _device(tensors: Any) -> torch.device:
-    """The device of the first tensor in lists of lists."""
-    for each in tensors:
-        if isinstance(each, torch.Tensor):
-            return each.device
-        if isinstance(each, Sequence) and each and (found := _device(each)).type != "cpu":
-            return found
+def _device(arguments: Sequence[Any]) -> torch.device:
+    """The device of the first tensor."""
+    for argument in arguments:
+        first = argument
+        while isinstance(first, list | tuple) and first:
+            first = first[0]
+        if isinstance(first, torch.Tensor):
+            return first.device
     return torch.device("cpu")

@@ -1,10 +1,9 @@
-"""An operation of a process group, and what its caller holds of it: a ``Work`` and its future."""
+"""What the caller of an operation of a process group holds: a ``Work`` and its future."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -24,35 +23,36 @@ _callbacks = ThreadPoolExecutor(32, thread_name_prefix="wfbp-callbacks")
 """Runs the callbacks of futures."""
 
 
-class _Completion(Reply[None]):
-    """A reply that many threads may get, many times."""
+@uncompiled_methods
+class GroupWork(TorchWork):
+    """An operation of a process group, or several as a whole; any thread may wait for it.
 
-    def get(self, timeout_s: float) -> None:
-        if not self.wait(timeout_s):
-            raise TimeoutError
-        if (error := self.error) is not None:
-            raise error
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of an operation that has failed."""
-        return self._results[0][1] if self._results else None
-
-
-class Operation:
-    """A collective of this rank, or a message: its tensors, as bytes, and what a caller waits for.
-
-    The bytes are the tensors' own if these are contiguous.
+    An operation holds its tensors as bytes, which are the tensors' own if these are contiguous. The
+    thread that drives communication completes it once. A whole ends with its last part, once
+    :meth:`complete` was called for itself.
     """
 
-    text = ""
-    work: GroupWork
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+    def __init__(self, thread: CommunicationThread, timeout_s: float) -> None:
+        super().__init__()
+        self.text = "coalesced operations"
         self.results: Sequence[Tensor] = ()
+        self.since = time.monotonic()
+        self.deadline_s = self.since + timeout_s
+        self.source_number = -1
+        self.tensors: list[Tensor] = []
         self.deliveries: list[Callable[[], object]] = []
         """Functions to call once it has ended."""
+        self._thread = thread
+        self._whole: GroupWork | None = None
+        self._parts: list[GroupWork] = []
+        self._num_pending = 1
+        self._is_completed = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._replies: list[Reply[None]] = []  # for the threads that wait
+        self._future: _Future | None = None
+
+    # For the one who describes an operation.
 
     def source(self, tensor: Tensor) -> Buffer:
         """The bytes of a tensor that is only read."""
@@ -72,16 +72,6 @@ class Operation:
         self.deliveries.append(lambda: own.copy_(copy))
         return raw(copy)
 
-    def complete(self, error: BaseException | None = None) -> None:
-        """Note that it has ended; its caller gets the error, or that of what is left to do."""
-        if error is None:
-            try:
-                for deliver in self.deliveries:
-                    deliver()
-            except Exception as problem:
-                error = problem
-        self.work.complete(error)
-
     def _check(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise ValueError(
@@ -89,63 +79,56 @@ class Operation:
             )
         self.tensors.append(tensor)
 
-
-@uncompiled_methods
-class GroupWork(TorchWork):
-    """Operations of one call, or a whole of such works; any thread may wait for it.
-
-    The thread that drives communication completes each operation once. A whole ends with its last
-    part, once :meth:`complete` was called for itself.
-    """
-
-    def __init__(
-        self, thread: CommunicationThread, timeout_s: float, operations: Sequence[Operation] = ()
-    ) -> None:
-        super().__init__()
-        self.deadline_s = time.monotonic() + timeout_s
-        self.source = -1
-        self._thread = thread
-        self._whole: GroupWork | None = None
-        self._text = operations[0].text if operations else "coalesced operations"
-        self._tensors = [tensor for operation in operations for tensor in operation.results]
-        self._num_pending = max(1, len(operations))
-        self._completion = _Completion()
-        self._lock = threading.Lock()
-        self._future: _Future | None = None
-        for operation in operations:
-            operation.work = self
-
     def include(self, part: GroupWork) -> None:
         """Make ``part`` a part of this whole, before it begins."""
         part._whole = self
+        self._parts.append(part)
         with self._lock:
-            self._tensors += part._tensors
             self._num_pending += 1
 
+    # For the one who carries it out.
+
     def complete(self, error: BaseException | None = None) -> None:
-        """Note that an operation or part has ended; after the last one, or an error, wake all that
-        wait."""
+        """Note that the operation or a part has ended; the last one, or an error, ends the wait."""
+        if error is None:
+            try:
+                for deliver in self.deliveries:
+                    deliver()
+            except Exception as problem:
+                error = problem
         with self._lock:
             self._num_pending -= 1
-            if self.is_completed() or (error is None and self._num_pending):
+            if self._is_completed or (error is None and self._num_pending):
                 return
-            if error is None:
-                self._completion.put(None)
-            else:
-                self._completion.fail(error)
-            future = self._future
+            self._error = error
+            self._is_completed = True
+            # Without these references no cycle keeps the tensors' memory.
+            future, self._future = self._future, None
+            whole, self._whole = self._whole, None
+            self.tensors, self.deliveries = [], []
+        for reply in self._replies:
+            reply.put(None)
         if future is not None:
             future.settle()
-        if self._whole is not None:
-            self._whole.complete(error)
+        if whole is not None:
+            whole.complete(error)
+
+    # For programs, and PyTorch.
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None and timeout > timedelta(0):
             limit_s = time.monotonic() + timeout.total_seconds()
-            self.deadline_s = min(self.deadline_s, limit_s)
-        if not self.is_completed():
-            self._thread.await_reply(self._completion, self._text)
-        self._completion.get(timeout_s=0.0)
+            for work in (self, *self._parts):
+                work.deadline_s = min(work.deadline_s, limit_s)
+        reply: Reply[None] = Reply()
+        with self._lock:
+            must_wait = not self._is_completed
+            if must_wait:
+                self._replies.append(reply)
+        if must_wait:
+            self._thread.await_reply(reply, self.text)
+        if self._error is not None:
+            raise self._error
         return True
 
     def synchronize(self) -> None:
@@ -154,31 +137,38 @@ class GroupWork(TorchWork):
     block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        return self._completion.answered
+        return self._is_completed
 
     def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
+        return self._is_completed and self._error is None
 
     def exception(self) -> BaseException | None:
-        return self._completion.error
+        return self._error
 
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
+    def result(self) -> list[Tensor]:
+        return [tensor for work in (self, *self._parts) for tensor in work.results]
 
     def source_rank(self) -> int:
-        return self.source
+        return self.source_number
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         with self._lock:
-            if self._future is None:
-                self._future = _Future(self)
-                if self.is_completed():
-                    self._future.settle()
-                else:
-                    future_waits.note(self)
-            return self._future
+            future = self._future or _Future(self)
+            if self._is_completed:
+                future.settle()
+            else:
+                self._future = future
+                future_waits.note(self)
+            return future
+
+    def raise_error(self) -> Any:
+        assert self._error is not None
+        raise self._error
+
+    # DDP extracts tensors from a future's value in C++, by pickling it; so it gets the error.
+    __reduce__ = raise_error
 
 
 class _Future(torch.futures.Future[Any]):
@@ -200,12 +190,11 @@ class _Future(torch.futures.Future[Any]):
 
     def settle(self) -> None:
         """Set the result of work that is complete."""
-        error = self._work.exception()
-        if error is None:
+        if self._work.exception() is None:
             self.set_result(self._work.result())
         else:
-            self._set_unwrap_func(_raise)
-            self.set_result(_Failure(error))
+            self._set_unwrap_func(GroupWork.raise_error)
+            self.set_result(self._work)
 
     def _elsewhere(self) -> torch.futures.Future[None]:
         """A future that is complete after this one, on another thread."""
@@ -218,20 +207,6 @@ class _Future(torch.futures.Future[Any]):
         return future
 
 
-class _Failure:
-    """The value of the future of work that has failed; PyTorch's C++ side pickles it."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __reduce__(self) -> Any:
-        raise self.error
-
-
-def _raise(failure: _Failure) -> None:
-    raise failure.error
-
-
 class FutureWaits:
     """Whether the thread that last asked for a future is blocked, as DDP is after backward.
 
@@ -242,7 +217,7 @@ class FutureWaits:
     _LOOK_S = 2e-4
 
     def __init__(self) -> None:
-        self._works: deque[GroupWork] = deque()
+        self._work: GroupWork | None = None
         self._clock = 0
         self._looked_s = self._cpu_s = 0.0
         self._blocked = False
@@ -250,21 +225,18 @@ class FutureWaits:
     def note(self, work: GroupWork) -> None:
         """This thread has asked for the future of work under way."""
         if hasattr(time, "pthread_getcpuclockid"):
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
-            self._works.append(work)
+            self._clock, self._work = time.pthread_getcpuclockid(threading.get_ident()), work
 
     def is_blocked(self) -> bool:
         """For the communication thread."""
-        while self._works and self._works[0].is_completed():
-            self._works.popleft()
-        if not self._works:
+        if self._work is None or self._work.is_completed():
+            self._work = None
             return False
         now = time.monotonic()
         if now - self._looked_s > self._LOOK_S:
             try:
                 cpu_s = time.clock_gettime(self._clock)
             except OSError:  # the thread has ended
-                self._works.clear()
                 return False
             self._blocked = cpu_s == self._cpu_s
             self._looked_s, self._cpu_s = now, cpu_s
