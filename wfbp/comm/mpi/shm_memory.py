@@ -224,9 +224,7 @@ class SharedMemory:
             start = self._free_list.take(length)
         block = MemoryAt(self._address + start, nbytes, mapped)
         # A forked process must not free what its parent uses.
-        given_back = weakref.finalize(
-            block, _free, mapped, self._freed, start, length, os.getpid()
-        )
+        given_back = weakref.finalize(block, _free, mapped, self._freed, start, length, os.getpid())
         given_back.atexit = False
         return np.asarray(block)
 
