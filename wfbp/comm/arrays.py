@@ -55,24 +55,29 @@ def blocks(
 ) -> list[Buffer]:
     """Split a buffer into typed blocks of ``counts`` bytes, one per rank; or ``ValueError``."""
     data = typed(buffer, dtype, writeable)
-    check_counts(size, data.nbytes, counts, dtype)
-    parts, end = [], 0
-    for count in counts:
-        start, end = end, end + count // data.itemsize
-        parts.append(data[start:end])
-    return parts
+    return [data[start:stop] for start, stop in block_ranges(size, data.nbytes, counts, dtype)]
 
 
-def check_counts(size: int, nbytes: int, counts: Sequence[int], dtype: str) -> None:
-    """Raise ``ValueError`` unless ``counts`` are valid blocks of a buffer of ``nbytes``."""
+def block_ranges(
+    size: int, nbytes: int, counts: Sequence[int], dtype: str = "uint8"
+) -> list[tuple[int, int]]:
+    """First and last element of each rank's block of ``counts`` bytes; ``ValueError`` unless they
+    fill a buffer of ``nbytes``."""
     item = word_dtype(dtype).itemsize
-    if len(counts) != size or any(count < 0 or count % item for count in counts):
+    ranges, end = [], 0
+    for count in counts:
+        if count < 0 or count % item:
+            break
+        start, end = end, end + count // item
+        ranges.append((start, end))
+    if len(counts) != size or len(ranges) != size:
         raise ValueError(
             f"{size} ranks need {size} counts of at least 0 bytes, each a whole number of "
             f"{dtype}, found {list(counts)}"
         )
-    if nbytes != sum(counts):
-        raise ValueError(f"the buffer is of {nbytes} bytes, but counts add up to {sum(counts)}")
+    if nbytes != end * item:
+        raise ValueError(f"the buffer is of {nbytes} bytes, but counts add up to {end * item}")
+    return ranges
 
 
 def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:

@@ -133,7 +133,7 @@ def test_a_rank_that_gave_up_is_not_read(size: int, monkeypatch: pytest.MonkeyPa
         if task._flags.rank == late and owner == 0:
             for work in others * 3:
                 assert not work.test()
-            assert all(task._flags.reached(rank, task._number, 3) for rank in range(late))
+            assert all(task._reached(rank, 3) for rank in range(late))
             memories[0].withdraw()
             buffers[0][:] = -1
         deliver(task, owner)
@@ -199,5 +199,5 @@ def test_sizes_beyond_four_gigabytes_are_cut_and_announced() -> None:
     assert (last._parts[0].start, last._parts[0].data.nbytes) == (0, 1 << 28)
     assert [len(task._parts) for task in tasks] == [0] * 18 + [1] * 2  # type: ignore[attr-defined]
     last.start()
-    announced = last._flags.view(0, 20, 0, 8)
+    announced = last._view(0, 0, 8)
     assert memory.offset(announced) == memory.offset(buffer) + 19 * (1 << 28)

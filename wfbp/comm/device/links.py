@@ -51,7 +51,8 @@ class DeviceLinks:
             order = self._orders.setdefault(
                 id(device), LaunchOrder(host.rank, host.size, self._advance_lanes)
             )
-            order.admit(backend, host, timeout_s, self._check)
+            backend.lane = order.admit(host, timeout_s, self._check)
+            backend.order = order
         self.backends[number, id(device)] = backend
         return backend
 

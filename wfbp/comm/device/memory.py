@@ -115,7 +115,8 @@ class DeviceMemory(Memory):
 
     def with_flags(self, work: Work[None], flags: Buffer) -> Work[None]:
         assert isinstance(work, DeviceWork)
-        return _MessageAndFlags(work, self._host.all_reduce(flags, "uint8", Op.MAX))
+        work.beside = self._host.all_reduce(flags, "uint8", Op.MAX)
+        return work
 
     def deliver(self, table: SlotTable) -> None:
         self._deliveries.append(table)
@@ -218,22 +219,3 @@ class DeviceMemory(Memory):
                 "graph, which other ranks cannot take part in; capture the model alone "
                 "(torch.cuda.make_graphed_callables), and call backward() and step() outside"
             )
-
-
-class _MessageAndFlags(DeviceWork):
-    """A message on the device and flags on the host."""
-
-    def __init__(self, message: DeviceWork, flags: Work[None]) -> None:
-        self._message = message
-        self._flags = flags
-        self.nbytes = message.nbytes
-
-    @property
-    def activity(self) -> int:
-        return self._message.activity + self._flags.activity
-
-    def issued(self) -> bool:
-        return bool(self._message.issued() & self._flags.test())
-
-    def test(self) -> bool:
-        return bool(self._message.test() & self._flags.test())

@@ -7,13 +7,14 @@ first ranks. So results do not depend on the size of a message, or on how it tra
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from wfbp.comm.arrays import INTEGER, Buffer, blocks, split, typed, word_dtype
+from wfbp.comm.arrays import INTEGER, Buffer, block_ranges, blocks, split, typed
 from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill, fill_blocks
-from wfbp.comm.mpi.exchange import Exchange, Staging, connect_shared
+from wfbp.comm.mpi.exchange import Exchange, Staging
 from wfbp.comm.mpi.library import BytesTask, LibraryTask, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
@@ -130,20 +131,12 @@ class MpiBackend(HostBackend):
             return Finished(None)
         if (levels := self._levels_for(Operation.ALL_REDUCE, data, dtype, op)) is not None:
             return levels.all_reduce(data, dtype, op, segments)
-        parts = [
-            (part.start // data.itemsize, typed(part.data, dtype, writeable=False))
-            for part in segments
-        ]
-        arrays = _with_segments(data, parts)
+        sources = _arrays(data, [0], segments, dtype, writeable=False)
         if data.nbytes * (self.size - 1) <= self._topology.chunking.small_bytes:
             # Each rank sends all of its contribution, and combines all of the result.
-            pieces, places = [_between(arrays, 0, data.size)] * self.size, [[data]] * self.size
-            task = ChunkTask(self._channel, data.nbytes, pieces, places, dtype, op, gathers=False)
-            return self._channel.submit(data.nbytes, [task])
-        shares = split(data.size, self.size)
-        sources = [_between(arrays, start, stop) for start, stop in shares]
-        results = [[data[start:stop]] for start, stop in shares]
-        return self._exchange(data.nbytes, sources, results, dtype, op)
+            whole = [(0, data.size)] * self.size
+            return self._exchange(data, whole, dtype, op, sources, gathers=False)
+        return self._exchange(data, split(data.size, self.size), dtype, op, sources)
 
     def reduce_scatter(
         self,
@@ -153,27 +146,27 @@ class MpiBackend(HostBackend):
         op: Op,
         segments: Sequence[Segment] = (),
     ) -> Work[None]:
-        parts = blocks(self.size, buffer, counts, dtype)
+        data, shares = typed(buffer, dtype), block_ranges(self.size, buffer.nbytes, counts, dtype)
         levels = self._levels_for(Operation.REDUCE_SCATTER, buffer, dtype, op)
         if self.size == 1 or levels is not None:
             fill_blocks(buffer, counts, segments, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
         if levels is not None:
-            return levels.reduce_scatter(typed(buffer, dtype), parts, dtype, op)
-        sources = _per_block(parts, segments, dtype, writeable=False)
-        results = [[part] for part in parts]
-        return self._exchange(buffer.nbytes, sources, results, dtype, op, gathers=False)
+            return levels.reduce_scatter(data, shares, dtype, op)
+        sources = _arrays(data, [start for start, _ in shares], segments, dtype, writeable=False)
+        return self._exchange(data, shares, dtype, op, sources, gathers=False)
 
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> Work[None]:
-        parts = blocks(self.size, buffer, counts, "uint8")
+        data, shares = typed(buffer, "uint8"), block_ranges(self.size, buffer.nbytes, counts)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
         if (levels := self._levels_for(Operation.ALL_GATHER, buffer)) is not None:
-            return levels.all_gather(typed(buffer, "uint8"), parts, segments)
-        return self._exchange(buffer.nbytes, None, _per_block(parts, segments, "uint8"))
+            return levels.all_gather(data, shares, segments)
+        results = _arrays(data, [start for start, _ in shares], segments, "uint8")
+        return self._exchange(data, shares, results=results)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         data = typed(buffer, "uint8")
@@ -209,8 +202,8 @@ class MpiBackend(HostBackend):
             self._channel,
             outgoing.nbytes,
             lambda: self._comm.Ialltoallv(
-                [outgoing, list(sent), _starts(sent), byte],
-                [incoming, list(received), _starts(received), byte],
+                [outgoing, (list(sent), None), byte],
+                [incoming, (list(received), None), byte],
             ),
         )
         return self._channel.submit(outgoing.nbytes, [task])
@@ -244,9 +237,8 @@ class MpiBackend(HostBackend):
             here = self._topology.hosts[self._topology.host]
             staging = self._staging if set(ranks) <= set(here) else None
             places = [here.index(rank) for rank in ranks] if staging else []
-            shared = connect_shared(staging, made._channel, places) if made.size > 1 else None
-        chunk_bytes = made._topology.chunking.chunk_bytes
-        return Exchange(made, made._channel, shared, chunk_bytes, ranks)
+            chunk_bytes = made._topology.chunking.chunk_bytes
+            return Exchange(made, made._channel, staging, places, chunk_bytes, ranks)
 
     def mailbox(self) -> Mailbox:
         with translating(self._mpi, self._who, "no mailbox could be made"):
@@ -307,27 +299,36 @@ class MpiBackend(HostBackend):
 
     def _exchange(
         self,
-        nbytes: int,
-        sources: Sequence[Sequence[Buffer]] | None,
-        results: Sequence[Sequence[Buffer]],
+        data: Buffer,
+        shares: Sequence[tuple[int, int]],
         dtype: str = "uint8",
         op: Op = Op.SUM,
+        sources: Arrays | None = None,
+        results: Arrays | None = None,
         gathers: bool = True,
     ) -> MpiWork[None]:
-        """Combine the ``sources`` of each rank's block, if any, into its ``results``; every rank
-        gets all results if ``gathers``. Blocks are lists of consecutive arrays."""
-        given = results if sources is None else sources
-        sizes = [sum(map(len, block)) for block in given]
-        item = word_dtype(dtype).itemsize
-        # Chunks have a piece of every rank's part, so that all ranks work all the time.
-        num_chunks = -(-sum(sizes) * item // self._topology.chunking.chunk_bytes)
+        """Combine the ``sources``, if any, of each rank's share, into ``results`` or the buffer;
+        every rank gets all results if ``gathers``."""
+        results = [(0, data)] if results is None else results
+        nbytes = 0
+        for start, stop in shares:
+            nbytes += (stop - start) * data.itemsize
+        # Chunks have a piece of every rank's share, so that all ranks work all the time.
+        num_chunks = -(-nbytes // self._topology.chunking.chunk_bytes)
         tasks = []
-        for bounds in zip(*(split(size, num_chunks) for size in sizes), strict=True):
-            shards = None if sources is None else _pieces(sources, bounds)
-            chunk_bytes = sum(stop - start for start, stop in bounds) * item
-            pieces = _pieces(results, bounds)
-            tasks.append(ChunkTask(self._channel, chunk_bytes, shards, pieces, dtype, op, gathers))
-        return self._channel.submit(nbytes, tasks)
+        for chunk in range(num_chunks):
+            contributions, places, nbytes = [], [], 0
+            for start, stop in shares:
+                first = start + (stop - start) * chunk // num_chunks
+                last = start + (stop - start) * (chunk + 1) // num_chunks
+                nbytes += (last - first) * data.itemsize
+                places.append(_between(results, first, last))
+                if sources is not None:
+                    contributions.append(_between(sources, first, last))
+            tasks.append(
+                ChunkTask(self._channel, nbytes, contributions, places, dtype, op, gathers)
+            )
+        return self._channel.submit(data.nbytes, tasks)
 
     def _own(self, parent: MPI.Comm) -> MPI.Comm:
         # A duplicate: neither tags nor collectives can meet those of the program.
@@ -336,53 +337,43 @@ class MpiBackend(HostBackend):
         return comm
 
 
-def _with_segments(buffer: Buffer, parts: Sequence[tuple[int, Buffer]]) -> list[Buffer]:
-    """Split a buffer into consecutive arrays; ``parts`` replace the elements at their starts."""
+Arrays = list[tuple[int, Buffer]]
+"""Consecutive arrays, each with the number of its first element in the buffer that they replace."""
+
+
+def _arrays(
+    data: Buffer,
+    block_starts: Sequence[int],
+    segments: Sequence[Segment],
+    dtype: str,
+    writeable: bool = True,
+) -> Arrays:
+    """A buffer of blocks as arrays, with the segments' parts of each block in separate memory."""
+    parts = [
+        blocks(len(block_starts), part.data, part.counts or [part.data.nbytes], dtype, writeable)
+        for part in segments
+    ]
     arrays, end = [], 0
-    for start, part in parts:
-        arrays += [buffer[end:start], part]
-        end = start + part.size
-    return [*arrays, buffer[end:]]
+    for block, block_start in enumerate(block_starts):
+        for segment, of_blocks in zip(segments, parts, strict=True):
+            start = block_start + segment.start // data.itemsize
+            arrays += [(end, data[end:start]), (start, of_blocks[block])]
+            end = start + of_blocks[block].size
+    return [*arrays, (end, data[end:])]
 
 
-def _per_block(
-    parts: Sequence[Buffer], segments: Sequence[Segment], dtype: str, writeable: bool = True
-) -> list[list[Buffer]]:
-    """Each block of a buffer as arrays, with the segments' parts in separate memory."""
-    elsewhere: list[list[tuple[int, Buffer]]] = [[] for _ in parts]
-    for segment in segments:
-        own_parts = blocks(len(parts), segment.data, segment.counts, dtype, writeable)
-        for own, data in zip(elsewhere, own_parts, strict=True):
-            own.append((segment.start // data.itemsize, data))
-    return [_with_segments(part, own) for part, own in zip(parts, elsewhere, strict=True)]
-
-
-def _pieces(
-    blocks: Sequence[Sequence[Buffer]], bounds: Sequence[tuple[int, int]]
-) -> list[list[Buffer]]:
-    """The part of each rank's block within its bounds."""
-    return [_between(block, *bound) for block, bound in zip(blocks, bounds, strict=True)]
-
-
-def _between(arrays: Sequence[Buffer], start: int, stop: int) -> list[Buffer]:
-    """The non-empty pieces of elements ``start`` to ``stop`` of consecutive arrays.
+def _between(arrays: Arrays, start: int, stop: int) -> list[Buffer]:
+    """The non-empty pieces of elements ``start`` to ``stop``.
 
     >>> import numpy as np
-    >>> _between([np.arange(3), np.arange(3, 5)], 1, 4)
+    >>> _between([(0, np.arange(3)), (3, np.arange(3, 5))], 1, 4)
     [array([1, 2]), array([3])]
     """
+    first_of = itemgetter(0)
+    begin = bisect_right(arrays, start, key=first_of) - 1
     pieces = []
-    for array in arrays:
-        if stop <= 0:
-            break
-        if start < array.size:
-            piece = array[max(0, start) : stop]
-            if piece.size:
-                pieces.append(piece)
-        start, stop = start - array.size, stop - array.size
+    for first, array in arrays[begin : bisect_left(arrays, stop, key=first_of)]:
+        piece = array[max(start - first, 0) : stop - first]
+        if piece.size:
+            pieces.append(piece)
     return pieces
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    """First bytes of consecutive blocks of these sizes."""
-    return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]

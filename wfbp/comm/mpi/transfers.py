@@ -119,7 +119,7 @@ class ProgressGroup:
             return True
         try:
             self.moves += self.transfers.progress()
-            watches = self._watches()
+            watches = self._watches() if self.num_polled else []
             over = self.transfers.num_over != self._num_over
             return over or watches is None or native.any_reached(watches)
         except Exception as error:
@@ -164,33 +164,29 @@ class ProgressGroup:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 
+@dataclass(eq=False)
 class MpiWork(Work[T]):
     """A collective made of tasks."""
 
-    __slots__ = ("_group", "_value", "nbytes", "remaining")
-
-    def __init__(
-        self, group: ProgressGroup, nbytes: int, remaining: int, value: Callable[[], T]
-    ) -> None:
-        self._group = group
-        self._value = value
-        self.nbytes = nbytes
-        self.remaining = remaining
+    group: ProgressGroup
+    remaining: int
+    value: Callable[[], T]
+    nbytes: int
 
     def test(self) -> bool:
         if self.remaining:
-            self._group.advance()
-            if self.remaining and self._group.failure is not None:
-                raise self._group.failure
+            self.group.advance()
+            if self.remaining and self.group.failure is not None:
+                raise self.group.failure
         return not self.remaining
 
     @property
     def activity(self) -> int:
-        return self._group.moves
+        return self.group.moves
 
     @property
     def result(self) -> T:
-        return self._value()
+        return self.value()
 
 
 class Channel:
@@ -223,7 +219,7 @@ class Channel:
         self, nbytes: int, tasks: Sequence[Task], value: Callable[[], Any] = lambda: None
     ) -> MpiWork[Any]:
         """Queue the tasks of a collective and start those that fit into the window."""
-        work: MpiWork[Any] = MpiWork(self.group, nbytes, len(tasks), value)
+        work: MpiWork[Any] = MpiWork(self.group, len(tasks), value, nbytes)
         if self.group.failure is None:
             for task in tasks:
                 task.work = work
@@ -297,35 +293,36 @@ class Channel:
 class ChunkTask(Task):
     """Direct exchange of one chunk: reduce-scatter, all-gather, or one after the other.
 
-    Each rank sends every other rank its contribution to that rank's shard, combines what it
-    receives for its own shard, and sends the result to every other rank. Both stages cost 2 (n - 1)
-    / n times the chunk's bytes per rank, like a ring, in two steps. ``shards`` and ``results`` have
-    pieces per rank, cut at the same places on every rank; without ``shards`` nothing is reduced.
+    Each rank sends every other rank its contribution to that rank's share, combines what it
+    receives for its own share, and sends the result to every other rank. Both stages cost
+    2 (n - 1) / n times the chunk's bytes per rank, like a ring, in two steps. ``sources`` and
+    ``results`` have pieces per rank, cut at the same places on every rank. Without ``sources``
+    nothing is reduced; with them a share has one piece of results.
     """
 
     channel: Channel
     nbytes: int
-    shards: Sequence[Sequence[Buffer]] | None
+    sources: Sequence[Sequence[Buffer]]
     results: Sequence[Sequence[Buffer]]
-    dtype: str = "uint8"
-    op: Op = Op.SUM
-    gathers: bool = True
+    dtype: str
+    op: Op
+    gathers: bool
 
     def start(self) -> None:
         channel, results = self.channel, self.results
-        own_result = results[channel.rank]
+        rank = channel.rank
         messages: list[Message] = []
-        # Per piece of this rank's shard: what each rank contributes, and where the result goes.
+        # Per piece of this rank's share: what each rank contributes, and where the result goes.
         pieces: list[tuple[list[Buffer], Buffer]] = []
-        if self.shards is not None:
-            own = self.shards[channel.rank]
-            start = 0
+        gathered: list[Message] = []
+        if self.sources:
+            own, start = self.sources[rank], 0
             for piece in own:
-                place = own_result[0][start : start + piece.size]
+                place = results[rank][0][start : start + piece.size]
                 pieces.append(([piece] * channel.size, place))
                 start += piece.size
-            nbytes = sum(piece.nbytes for piece in own) * len(channel.peers)
-            self.scratch = scratch = channel.take_scratch(nbytes)
+            item = own[0].itemsize if own else 1
+            self.scratch = scratch = channel.take_scratch(start * item * len(channel.peers))
             start = 0
             for peer in channel.peers:
                 for piece, (contributions, _) in zip(own, pieces, strict=True):
@@ -333,13 +330,15 @@ class ChunkTask(Task):
                     start += piece.nbytes
                     contributions[peer] = arriving
                     messages.append((arriving, peer, True))
-                messages += [(piece, peer, False) for piece in self.shards[peer]]
-        gathered: list[Message] = []
+                for piece in self.sources[peer]:
+                    messages.append((piece, peer, False))
         if self.gathers:
             for peer in channel.peers:
-                gathered += [(piece, peer, True) for piece in results[peer] if piece.size]
-                gathered += [(piece, peer, False) for piece in own_result if piece.size]
-        if self.shards is None:
+                for piece in results[peer]:
+                    gathered.append((piece, peer, True))
+                for piece in results[rank]:
+                    gathered.append((piece, peer, False))
+        if not self.sources:
             messages, gathered = gathered, []
         self.transfer = channel.group.transfers.begin(
             channel.handle,

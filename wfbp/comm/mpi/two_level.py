@@ -16,7 +16,6 @@ Flags order the data only if processors see stores in order (``shm_memory.ORDERE
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +46,6 @@ class SharedFlags:
     ``places`` are each rank's number in the memory, and its set of flags there. A task has one row
     per rank, written by that rank alone: a growing number that encodes task and phase, the offset
     of its contribution, and a note that ranks may compare. Task numbers agree on all ranks.
-    A row is reused only when no rank needs it: a later task in the row implies that the earlier one
-    is over.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, places: Sequence[tuple[int, int]]) -> None:
@@ -57,78 +54,61 @@ class SharedFlags:
         self.places = [at for at, _ in places]
         # Items of memoryviews are read in half the time of those of arrays.
         starts = [(at, (number + 1) * _FLAG_SET_BYTES) for at, number in places]
-        self._words: list[Any] = memory.views(starts, _FLAG_SET_BYTES)
-        self._words[:] = [memoryview(view.view(np.int64)) for view in self._words]  # type: ignore
+        self.words: list[Any] = memory.views(starts, _FLAG_SET_BYTES)
+        self.words[:] = [memoryview(view.view(np.int64)) for view in self.words]  # type: ignore
         self.num_tasks = 0
-
-    def next_task(self) -> int:
-        """A number for a task."""
-        self.num_tasks += 1
-        return self.num_tasks
-
-    def begin(self, task: int, offset: int, note: int = 0) -> bool:
-        """Publish the offset of this rank's contribution; False, publishing nothing, if a rank may
-        still need the row for the previous task in it."""
-        before = task - _NUM_ROWS
-        if before > 0 and not all(self.reached(r, before, TAKEN) for r in range(len(self._words))):
-            return False
-        words, row = self._words[self.rank], task % _NUM_ROWS * _ROW_WORDS
-        words[row + 1] = offset
-        words[row + 2] = note
-        words[row] = task * _PHASES + READY  # last: a rank that sees it reads the offset
-        return True
-
-    def tell(self, task: int, phase: int) -> None:
-        """Publish that this rank has reached a phase of a task."""
-        self._words[self.rank][task % _NUM_ROWS * _ROW_WORDS] = task * _PHASES + phase
-
-    def reached(self, rank: int, task: int, phase: int) -> bool:
-        """Whether a rank has reached a phase of a task."""
-        reached: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS]
-        return reached >= task * _PHASES + phase
-
-    def watch(self, ranks: Sequence[int], task: int, phase: int, any_of: bool = False) -> Watch:
-        """Is reached once all of these ranks, or any, have reached a phase of a task."""
-        row = task % _NUM_ROWS * _ROW_WORDS
-        flags = [self._words[rank][row : row + 1] for rank in ranks]
-        return flags, task * _PHASES + phase, any_of
-
-    def note(self, rank: int, task: int) -> int:
-        """The note of a rank; valid once it is READY."""
-        note: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 2]
-        return note
-
-    def view(self, rank: int, task: int, start: int, nbytes: int) -> Buffer:
-        """Bytes of a rank's contribution, once it is READY."""
-        offset = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 1]
-        return self.memory.view(self.places[rank], offset + start, nbytes)
 
 
 class FlaggedTask(Task):
     """A task that moves from phase to phase, which the ranks of a host see in flags."""
 
     def __init__(self, flags: SharedFlags, group: ProgressGroup) -> None:
+        flags.num_tasks += 1
         self._flags, self._group = flags, group
-        self._number = flags.next_task()
+        self._number = flags.num_tasks
+        self._row = self._number % _NUM_ROWS * _ROW_WORDS
         self._phase = WAITING
 
     def _publish(self, buffer: Buffer | None, note: int = 0) -> bool:
-        """Tell where this rank's contribution is; False if there is no row for that yet."""
-        offset = 0 if buffer is None else self._flags.memory.offset(buffer)
-        if self._flags.begin(self._number, offset, note):
-            self._phase = READY
-        return self._phase == READY
+        """Tell where this rank's contribution is (READY); False if there is no row for that yet."""
+        # A row is reused only when no rank needs it for the previous task in it.
+        before = self._number - _NUM_ROWS
+        needed = before * _PHASES + TAKEN if before > 0 else 0
+        if any(words[self._row] < needed for words in self._flags.words):
+            return False
+        words, row = self._flags.words[self._flags.rank], self._row
+        words[row + 1] = 0 if buffer is None else self._flags.memory.offset(buffer)
+        words[row + 2] = note
+        words[row] = self._number * _PHASES + READY  # last: a rank that sees it reads the offset
+        self._phase = READY
+        return True
 
     def _enter(self, phase: int) -> None:
+        flags = self._flags
         if phase == TAKEN:  # from now on the other ranks may overwrite their memory
-            self._flags.memory.check_read(self._flags.places)
+            flags.memory.check_read(flags.places)
         self._phase = phase
-        self._flags.tell(self._number, phase)
+        flags.words[flags.rank][self._row] = self._number * _PHASES + phase
         self._group.moves += 1
 
+    def _reached(self, rank: int, phase: int) -> bool:
+        """Whether a rank has reached a phase of this task; a later task implies all of them."""
+        reached: int = self._flags.words[rank][self._row]
+        return reached >= self._number * _PHASES + phase
+
     def _all_reached(self, phase: int) -> bool:
-        flags = self._flags
-        return all(flags.reached(peer, self._number, phase) for peer in flags.peers)
+        return all(self._reached(peer, phase) for peer in self._flags.peers)
+
+    def _watch(self, ranks: Sequence[int], any_of: bool = False) -> Watch:
+        """Is reached once all of these ranks, or any, have reached this rank's phase."""
+        row = self._row
+        flags = [self._flags.words[rank][row : row + 1] for rank in ranks]
+        return flags, self._number * _PHASES + self._phase, any_of
+
+    def _view(self, rank: int, start: int, nbytes: int) -> Buffer:
+        """Bytes of a rank's contribution, once it is READY."""
+        offset = self._flags.words[rank][self._row + 1]
+        return self._flags.memory.view(self._flags.places[rank], offset + start, nbytes)
 
 
 class Part(NamedTuple):
@@ -180,14 +160,13 @@ class TwoLevelTask(FlaggedTask):
         self._publish(chunk)
 
     def step(self) -> bool:
-        flags, number = self._flags, self._number
         if self._phase == WAITING and not self._publish(self._chunk):
             return False
         if self._phase == READY and not self._reduce():
             return False
         if self._phase == REDUCED:
             for peer in list(self._missing):
-                if flags.reached(peer, number, REDUCED):
+                if self._reached(peer, REDUCED):
                     self._deliver(peer)
                     self._missing.remove(peer)
             if self._missing:
@@ -198,14 +177,14 @@ class TwoLevelTask(FlaggedTask):
         return self._all_reached(TAKEN)
 
     def awaited(self) -> Watch | None:
-        flags, phase = self._flags, self._phase
+        phase = self._phase
         if phase == REDUCED:
-            return flags.watch(self._missing, self._number, phase, any_of=True)
+            return self._watch(self._missing, any_of=True)
         if self._sent is not None and not self._sent.done:
             return (), 0, True  # for messages alone: never reached
         if phase == WAITING or (phase == READY and (self._is_combined or not self._reduces)):
             return None
-        return flags.watch(flags.peers, self._number, phase)
+        return self._watch(self._flags.peers)
 
     def _reduce(self) -> bool:
         """Combine this rank's blocks; True, in a later phase, if that is done on all hosts."""
@@ -292,7 +271,7 @@ class TwoLevelTask(FlaggedTask):
         if place == self._flags.rank:
             return self._chunk[start:stop]
         item = self._chunk.itemsize
-        data = self._flags.view(place, self._number, start * item, (stop - start) * item)
+        data = self._view(place, start * item, (stop - start) * item)
         return data.view(self._chunk.dtype)
 
     def _deliver(self, place: int) -> None:
@@ -375,32 +354,27 @@ class TwoLevel:
 
         return Followed(self.all_reduce(copied, dtype, op, segments), finish)
 
-    def reduce_scatter(
-        self, data: Buffer, parts: Sequence[Buffer], dtype: str, op: Op
-    ) -> Work[None]:
-        """Reduce a buffer in shared memory; each rank keeps its own part."""
-        tasks = self._tasks_of_exchange(data, [part.size for part in parts], dtype, op)
+    def reduce_scatter(self, data: Buffer, shares: Bounds, dtype: str, op: Op) -> Work[None]:
+        """Reduce a buffer in shared memory; each rank keeps its own share."""
+        tasks = self._tasks_of_exchange(data, shares, dtype, op)
         return self.channel.submit(data.nbytes, tasks)
 
-    def all_gather(
-        self, data: Buffer, parts: Sequence[Buffer], segments: Sequence[Segment]
-    ) -> Work[None]:
+    def all_gather(self, data: Buffer, shares: Bounds, segments: Sequence[Segment]) -> Work[None]:
         """All-gather a buffer in shared memory; segments are copied there and back."""
-        places = [
-            (part[segment.start : segment.start + piece.size], piece)
-            for segment in segments
-            for part, piece in zip(
-                parts, blocks(len(parts), segment.data, segment.counts, "uint8"), strict=True
-            )
-        ]
-        for place, piece in places[self.rank :: len(parts)]:
+        places = []
+        for segment in segments:
+            pieces = blocks(len(shares), segment.data, segment.counts, "uint8")
+            for (first, _), piece in zip(shares, pieces, strict=True):
+                start = first + segment.start
+                places.append((data[start : start + piece.size], piece))
+        for place, piece in places[self.rank :: len(shares)]:
             place[:] = piece
 
         def finish() -> None:
             for place, piece in places:
                 piece[:] = place
 
-        tasks = self._tasks_of_exchange(data, [part.size for part in parts])
+        tasks = self._tasks_of_exchange(data, shares)
         return Followed(self.channel.submit(data.nbytes, tasks), finish)
 
     def tasks_of_reduction(
@@ -429,21 +403,22 @@ class TwoLevel:
         return tasks
 
     def _tasks_of_exchange(
-        self, buffer: Buffer, counts: Sequence[int], dtype: str = "uint8", op: Op | None = None
+        self, buffer: Buffer, shares: Bounds, dtype: str = "uint8", op: Op | None = None
     ) -> list[TwoLevelTask]:
-        """Tasks of a reduce-scatter of each rank's elements, or without ``op`` an all-gather."""
-        starts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
-        # Each has a piece of every rank's block, so that all ranks work all the time.
-        pieces = [split(n, max(1, -(-buffer.nbytes // self.chunk_bytes))) for n in counts]
-        return [
-            TwoLevelTask(
-                self,
-                buffer,
-                [(at + first, at + last) for at, (first, last) in zip(starts, piece, strict=True)],
-                dtype,
-                op or Op.SUM,
-                reduces=op is not None,
-                gathers=op is None,
+        """Tasks of a reduce-scatter of each rank's share, or without ``op`` an all-gather."""
+        num_chunks = max(1, -(-buffer.nbytes // self.chunk_bytes))
+        # Each has a piece of every rank's share, so that all ranks work all the time.
+        pieces = [split(stop - start, num_chunks) for start, stop in shares]
+        tasks = []
+        for of_chunk in zip(*pieces, strict=True):
+            bounds = [
+                (start + first, start + last)
+                for (start, _), (first, last) in zip(shares, of_chunk, strict=True)
+            ]
+            reduces = op is not None
+            tasks.append(
+                TwoLevelTask(
+                    self, buffer, bounds, dtype, op or Op.SUM, reduces=reduces, gathers=not reduces
+                )
             )
-            for piece in zip(*pieces, strict=True)
-        ]
+        return tasks
