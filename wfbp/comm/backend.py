@@ -40,6 +40,10 @@ class Segment(NamedTuple):
     counts: Sequence[int] = ()
     result: Buffer | None = None
 
+    def parts(self, num_blocks: int, dtype: str, writeable: bool = True) -> list[Buffer]:
+        """Its part of each block; the buffer of an all-reduce is one block."""
+        return blocks(num_blocks, self.data, self.counts or [self.data.nbytes], dtype, writeable)
+
 
 class Work(ABC, Generic[T]):
     """One collective under way; ``nbytes`` is the size of its message."""
@@ -268,20 +272,10 @@ class Finished(Work[T]):
         return self._result
 
 
-def fill(buffer: Buffer, segments: Sequence[Segment]) -> None:
-    """Copy the segments of an all-reduce into its buffer."""
+def fill(buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment], dtype: str) -> None:
+    """Copy the segments into a buffer with blocks of ``counts`` bytes."""
+    whole = blocks(len(counts), buffer.view(np.uint8), counts, "uint8")
     for segment in segments:
-        data = segment.data.view(np.uint8)
-        buffer.view(np.uint8)[segment.start : segment.start + data.size] = data
-
-
-def fill_blocks(
-    buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment], dtype: str
-) -> None:
-    """Copy the segments of a reduce-scatter into its buffer: part r of each into block r."""
-    size = len(counts)
-    whole = blocks(size, buffer.view(np.uint8), counts, "uint8")
-    for segment in segments:
-        parts = blocks(size, segment.data, segment.counts, dtype, writeable=False)
+        parts = segment.parts(len(counts), dtype, writeable=False)
         for block, part in zip(whole, parts, strict=True):
             block[segment.start : segment.start + part.nbytes] = part.view(np.uint8)

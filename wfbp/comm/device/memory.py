@@ -56,8 +56,6 @@ class DeviceMemory(Memory):
         self._deliveries: list[SlotTable] = []
         self._undone: deque[tuple[Event, float]] = deque()
         self._next_check = 0.0
-        self.now, self.produced, self.join = self._now, self._produced, self._join
-        self.packed, self.ended = self._packed, self._ended
 
     def zeros(self, nbytes: int, travels: bool = False) -> Buffer:
         return self._device.zeros(nbytes, self._packing)
@@ -103,12 +101,12 @@ class DeviceMemory(Memory):
     def _packing_stamp(self) -> Stamp:
         return self._device.record(self._packing, timed=True) if self.timing else 0.0
 
-    def _packed(self) -> Stamp:
+    def packed(self) -> Stamp:
         stamp = self._packing_stamp()
         self.backend.follow_packing()
         return stamp
 
-    def _ended(self) -> Stamp:
+    def ended(self) -> Stamp:
         end = self._device.record(self._stream, timed=self.timing)
         self._undone.append((end, time.monotonic()))
         return end
@@ -164,7 +162,7 @@ class DeviceMemory(Memory):
     def updates(self) -> Dependencies:
         return [self._device.record(self._device.current_stream())]
 
-    def _join(self) -> Stamp:
+    def join(self) -> Stamp:
         device = self._device
         self._home = device.current_stream()
         # The lane is done with the step, and leaves its stream to this thread.
@@ -176,7 +174,7 @@ class DeviceMemory(Memory):
         for stream in {self._home, *self._producers}:
             device.wait(stream, event)
         self._producers.clear()
-        return self._now()
+        return self.now()
 
     def await_arrival(self, end: Stamp) -> None:
         for stream in {self._home, self._device.current_stream()}:
@@ -200,10 +198,10 @@ class DeviceMemory(Memory):
         """Seconds from the start of its step, plus one; 0 stays 0."""
         return 1.0 + self._device.seconds(begun, stamp) if stamp else 0.0
 
-    def _now(self) -> Stamp:
+    def now(self) -> Stamp:
         return self._device.record(self._device.current_stream(), timed=True)
 
-    def _produced(self) -> Stamp:
+    def produced(self) -> Stamp:
         stream = self._device.current_stream()
         if not self._begun:
             self._refuse_capture(stream)

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from wfbp.comm.arrays import INTEGER, Buffer, block_ranges, blocks, split, typed
-from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill, fill_blocks
+from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill
 from wfbp.comm.mpi.exchange import Exchange, Staging
 from wfbp.comm.mpi.library import BytesTask, LibraryTask, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
@@ -126,7 +126,7 @@ class MpiBackend(HostBackend):
     ) -> Work[None]:
         data = typed(buffer, dtype)
         if self.size == 1:
-            fill(buffer, segments)
+            fill(buffer, [data.nbytes], segments, dtype)
         if self.size == 1 or data.size == 0:
             return Finished(None)
         if (levels := self._levels_for(Operation.ALL_REDUCE, data, dtype, op)) is not None:
@@ -149,7 +149,7 @@ class MpiBackend(HostBackend):
         data, shares = typed(buffer, dtype), block_ranges(self.size, buffer.nbytes, counts, dtype)
         levels = self._levels_for(Operation.REDUCE_SCATTER, buffer, dtype, op)
         if self.size == 1 or levels is not None:
-            fill_blocks(buffer, counts, segments, dtype)
+            fill(buffer, counts, segments, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
         if levels is not None:
@@ -349,10 +349,7 @@ def _arrays(
     writeable: bool = True,
 ) -> Arrays:
     """A buffer of blocks as arrays, with the segments' parts of each block in separate memory."""
-    parts = [
-        blocks(len(block_starts), part.data, part.counts or [part.data.nbytes], dtype, writeable)
-        for part in segments
-    ]
+    parts = [segment.parts(len(block_starts), dtype, writeable) for segment in segments]
     arrays, end = [], 0
     for block, block_start in enumerate(block_starts):
         for segment, of_blocks in zip(segments, parts, strict=True):

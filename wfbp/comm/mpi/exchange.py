@@ -213,7 +213,6 @@ class _MoveTask(_StagedTask):
         elif result is not None:
             reduction([block for _, block in pairs], result)
         self._enter(TAKEN)
-        self._incoming = ()
 
     def _block_of(self, peer: int) -> Buffer:
         """The block of a rank for this one, where it is."""
@@ -320,7 +319,7 @@ class Exchange:
         self.staging, self._chunk_bytes = staging, chunk_bytes
         self._flags: SharedFlags | None = None
         if self.size > 1:
-            number = -1 if staging is None else staging.memory.next_group_flag_set()
+            number = -1 if staging is None else staging.memory.next_flag_set(of_group=True)
             numbers = channel.comm.allgather(number)
             if staging is not None and min(numbers) >= 0:
                 sets = list(zip(places, numbers, strict=True))

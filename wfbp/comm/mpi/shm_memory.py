@@ -183,10 +183,6 @@ class SharedMemory:
         if self._headers:
             self._headers[self._rank][_WITHDRAWN_WORD] = 1
 
-    def withdrawn(self, rank: int) -> bool:
-        """Whether a rank has marked its memory as invalid; check after reading it."""
-        return bool(self._headers[rank][_WITHDRAWN_WORD])
-
     def release(self) -> None:
         """Last call: unmap all memory, this rank's once no buffer in it is used any more."""
         for views in (*self._views, self._whole, self._headers):
@@ -197,7 +193,9 @@ class SharedMemory:
     def check_read(self, ranks: Sequence[int]) -> None:
         """Raise ``BackendError`` if one of these ranks gave up; call it after reading from them."""
         # A rank marks its memory as invalid before it changes it.
-        gone = [rank for rank in ranks if rank != self._rank and self.withdrawn(rank)]
+        gone = [
+            rank for rank in ranks if rank != self._rank and self._headers[rank][_WITHDRAWN_WORD]
+        ]
         if gone:
             names = " and ".join(f"rank {self._numbers[rank]}" for rank in sorted(gone))
             raise BackendError(
@@ -237,15 +235,13 @@ class SharedMemory:
         address: int = buffer.__array_interface__["data"][0]
         return address - self._address
 
-    def next_flag_set(self) -> int:
-        """The number of a new channel, -1 if none is left; in the same order on every rank."""
-        number = next(self._flag_sets)
-        return number if number < NUM_FLAG_SETS // 2 else -1
-
-    def next_group_flag_set(self) -> int:
-        """The number of this rank's flags for a group of ranks, -1 if none is left."""
-        number = NUM_FLAG_SETS - 1 - next(self._group_flag_sets)
-        return number if number >= NUM_FLAG_SETS // 2 else -1
+    def next_flag_set(self, of_group: bool = False) -> int:
+        """A set of flags, -1 if none is left: for a channel the same on every rank, for a group of
+        ranks this rank's own."""
+        number = next(self._group_flag_sets if of_group else self._flag_sets)
+        if number >= NUM_FLAG_SETS // 2:
+            return -1
+        return NUM_FLAG_SETS - 1 - number if of_group else number
 
     def view(self, rank: int, offset: int, nbytes: int) -> Buffer:
         """Bytes of a rank's memory."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import HALF, Buffer, blocks, reduction, split, typed
+from wfbp.comm.arrays import HALF, Buffer, reduction, split, typed
 from wfbp.comm.backend import Segment, Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
@@ -171,7 +171,7 @@ class TwoLevelTask(FlaggedTask):
                     self._missing.remove(peer)
             if self._missing:
                 return False
-            self._enter_taken()
+            self._enter(TAKEN)
         if self._sent is not None and not self._sent.done:
             return False
         return self._all_reached(TAKEN)
@@ -200,7 +200,7 @@ class TwoLevelTask(FlaggedTask):
                 self._memory.check_read(flags.peers)
                 self._exchange()
             if not self._gathers:
-                self._enter_taken()
+                self._enter(TAKEN)
                 return True
         if self._sent is not None and not self._sent.done:
             return False
@@ -260,10 +260,6 @@ class TwoLevelTask(FlaggedTask):
             [(contributions, own)] if contributions else [],
             results,
         )
-
-    def _enter_taken(self) -> None:
-        self._enter(TAKEN)
-        self._parts = ()
 
     def _block(self, place: int, owner: int) -> Buffer:
         """The owner's block in the memory of a rank of this host."""
@@ -363,8 +359,7 @@ class TwoLevel:
         """All-gather a buffer in shared memory; segments are copied there and back."""
         places = []
         for segment in segments:
-            pieces = blocks(len(shares), segment.data, segment.counts, "uint8")
-            for (first, _), piece in zip(shares, pieces, strict=True):
+            for (first, _), piece in zip(shares, segment.parts(len(shares), "uint8"), strict=True):
                 start = first + segment.start
                 places.append((data[start : start + piece.size], piece))
         for place, piece in places[self.rank :: len(shares)]:
