@@ -229,11 +229,8 @@ class HostBackend(Backend):
     def all_to_all(
         self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]
     ) -> Work[None]:
-        """Send every rank its own block.
-
-        Block r of ``outgoing`` (``sent[r]`` bytes) goes to rank r; block r of ``incoming``
-        (``received[r]`` bytes) comes from rank r. The buffers do not overlap.
-        """
+        """Send block r of ``outgoing`` (``sent[r]`` bytes) to rank r, and receive block r of
+        ``incoming`` (``received[r]`` bytes) from there. The buffers do not overlap."""
         raise NotImplementedError
 
     def subset(self, ranks: Sequence[int]) -> HostBackend | None:
@@ -242,11 +239,8 @@ class HostBackend(Backend):
         raise NotImplementedError
 
     def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        """Send bytes to one rank, which must :meth:`receive` as many; not collective.
-
-        Messages with one tag (0 to 16383) arrive in the order of sending. The buffer must not
-        change until the work is complete.
-        """
+        """Send bytes to one rank, which must :meth:`receive` as many; not collective. Messages with
+        one tag (0 to 16383) arrive in the order of sending."""
         raise NotImplementedError
 
     def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:

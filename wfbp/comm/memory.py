@@ -106,6 +106,7 @@ class Memory:
 
     def trim(self) -> None:
         """Free the memory of plans that are no longer used."""
+        self.backend.trim()
 
     # Under the progress lock.
 

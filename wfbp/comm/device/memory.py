@@ -81,9 +81,6 @@ class DeviceMemory(Memory):
     def copy(self, target: Buffer, source: Buffer) -> None:
         self._device.copy(target, source, self._device.current_stream())
 
-    def trim(self) -> None:
-        self._device.trim()
-
     # Under the progress lock.
 
     def settle(self) -> None:

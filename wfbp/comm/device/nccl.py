@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -102,12 +103,8 @@ class NcclBackend(DeviceBackend):
         if blocks.are_equal:
             start, stop = blocks.ranges[self.rank]
             self._comm.allGather(address + start, address, stop - start, BYTE, self.stream)
-        else:
-            self._broadcast_all(address, blocks)
-        work.conclude()
-
-    def _broadcast_all(self, address: int, blocks: Blocks) -> None:
-        """All-gather unequal blocks: every rank broadcasts its own."""
+            work.conclude()
+            return
         # No sends and receives: NCCL connects these at first use despite NCCL_RUNTIME_CONNECT=0.
         self._nccl.groupStart()
         try:
@@ -117,6 +114,7 @@ class NcclBackend(DeviceBackend):
                     self._comm.broadcast(place, place, stop - start, BYTE, root, self.stream)
         finally:
             self._nccl.groupEnd()
+        work.conclude()
 
     def check(self) -> None:
         if self._over:
@@ -160,28 +158,24 @@ class Joining(Work[Any]):
 
     def __init__(self, make: Callable[[], Any], who: str) -> None:
         self._who = who
-        self._made: Any = None
-        self._error: BaseException | None = None
+        self._made: Future[Any] = Future()
         run = partial(self._run, make)
-        self._thread = threading.Thread(target=run, name="wfbp-joining", daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name="wfbp-joining", daemon=True).start()
 
     def _run(self, make: Callable[[], Any]) -> None:
         try:
-            self._made = make()
+            self._made.set_result(make())
         except BaseException as error:
-            self._error = error
+            self._made.set_exception(error)
 
     def test(self) -> bool:
-        if self._thread.is_alive():
-            return False
-        if self._error is not None:
-            raise BackendError(_not_connected(self._who, _reason(self._error))) from self._error
-        return True
+        return self._made.done()
 
     @property
     def result(self) -> Any:
-        return self._made
+        if error := self._made.exception():
+            raise BackendError(_not_connected(self._who, _reason(error))) from error
+        return self._made.result()
 
 
 def _not_connected(who: str, reason: str) -> str:

@@ -18,7 +18,8 @@ PIECE_BYTES = 4 << 20
 NUM_PINNED = 2
 _CLOSING_S = 60.0
 
-Start = Callable[[Buffer], Work[None]]
+Start = Callable[[Buffer, list[int]], Work[None]]
+"""Starts a piece's collective, given the pinned bytes and the byte counts of its parts."""
 
 
 @dataclass(slots=True)
@@ -95,10 +96,9 @@ class StagedBackend(DeviceBackend):
         item: int,
         out: Sequence[bool],
         back: Sequence[bool],
-        start: Callable[[Buffer, list[int]], Work[None]],
+        start: Start,
     ) -> None:
-        """Queue a message's pieces, each with a part of every block; ``start`` starts a piece's
-        collective, given the pinned bytes and the byte counts of its parts."""
+        """Queue a message's pieces, each with a part of every block."""
         # A little less than fits: pieces of blocks are rounded one by one.
         most = max(1, self._piece_bytes // item - self.size)
         num = -(-(work.nbytes // item) // most)
@@ -108,10 +108,8 @@ class StagedBackend(DeviceBackend):
                 block[bound[k][0] * item : bound[k][1] * item]
                 for block, bound in zip(blocks, bounds, strict=True)
             ]
-            counts = [part.nbytes for part in parts]
-            begin = lambda pinned, counts=counts: start(pinned, counts)  # noqa: E731
             ends = work if k == num - 1 else None
-            self._waiting.append(Piece(parts, out, back, begin, ends))
+            self._waiting.append(Piece(parts, out, back, start, ends))
         self.progress()
 
     def progress(self) -> None:
@@ -152,8 +150,8 @@ class StagedBackend(DeviceBackend):
                 if not self.device.done(piece.copied):
                     return
                 assert piece.pinned is not None
-                nbytes = sum(part.nbytes for part in piece.parts)
-                piece.travel = piece.start(piece.pinned[:nbytes])
+                counts = [part.nbytes for part in piece.parts]
+                piece.travel = piece.start(piece.pinned[: sum(counts)], counts)
 
     def _take_pinned(self) -> Buffer | None:
         if self._free:

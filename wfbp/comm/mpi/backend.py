@@ -8,14 +8,16 @@ first ranks. So results do not depend on the size of a message, or on how it tra
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from wfbp.comm.arrays import INTEGER, Buffer, block_ranges, blocks, split, typed
+from wfbp import native
+from wfbp.comm.arrays import INTEGER, Buffer, block_ranges, blocks, reduction, split, typed
 from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill
 from wfbp.comm.mpi.exchange import Exchange, Staging
-from wfbp.comm.mpi.library import BytesTask, LibraryTask, load_transfers
+from wfbp.comm.mpi.library import BytesTask, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.start import check_launch, communicator, load, unlink_segments
@@ -23,14 +25,15 @@ from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import (
     Channel,
     Chunking,
-    ChunkTask,
     MpiWork,
     ProgressGroup,
+    Task,
+    TransferTask,
+    begin_exchange,
     chunks,
 )
 from wfbp.comm.mpi.two_level import TwoLevel
 from wfbp.core.types import Op, Operation
-from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,7 +63,8 @@ class MpiBackend(HostBackend):
         if check_launcher and _original is None:
             check_launch(mpi, chosen)
         parent = mpi.COMM_WORLD if chosen is None else chosen
-        try:
+        what = "the communicator could not be duplicated; MPI has a limited number of them"
+        with translating(mpi, f"rank {parent.rank} of {parent.size}", what):
             self._comm = self._own(parent)
             if _original is None:
                 self._notices = PointToPoint(mpi, self._own(parent))
@@ -75,17 +79,12 @@ class MpiBackend(HostBackend):
                     self._topology, self._memory = _original._topology, _original._memory
                 else:  # ranks of a subset do not find their way in the memory of all
                     self._topology, self._memory = Topology.find(mpi, self._comm, None), None
-        except mpi.Exception as error:
-            raise BackendError(
-                f"the communicator could not be duplicated; MPI has a limited number of them: "
-                f"{error}"
-            ) from error
         self.rank, self.size = self._comm.rank, self._comm.size
         if self.size == mpi.COMM_WORLD.size:  # every rank is here, and has mapped all segments
             unlink_segments(mpi)
         self._who = f"rank {self.rank} of {self.size}"
-        self.local_rank = self._topology.local_rank
-        self.local_size = self._topology.local_size
+        here = self._topology.here
+        self.local_rank, self.local_size = here.index(self.rank), len(here)
         self.library = mpi.Get_library_version().strip("\0").splitlines()[0].strip()
         self._is_original = _original is None
         self._group: ProgressGroup = (
@@ -173,11 +172,7 @@ class MpiBackend(HostBackend):
         if self.size == 1 or data.size == 0:
             return Finished(None)
         tasks = [
-            LibraryTask(
-                self._channel,
-                b - a,
-                lambda part=data[a:b]: self._comm.Ibcast(part, root),  # type: ignore[misc]
-            )
+            self._library_task(b - a, partial(self._comm.Ibcast, data[a:b], root))
             for a, b in chunks(data.size, 1, self._topology.chunking.chunk_bytes)
         ]
         return self._channel.submit(data.nbytes, tasks)
@@ -198,14 +193,12 @@ class MpiBackend(HostBackend):
             return Finished(None)
         byte = self._mpi.BYTE
         # No rank knows the sizes of others: every rank takes part, also with nothing to send.
-        task = LibraryTask(
-            self._channel,
-            outgoing.nbytes,
-            lambda: self._comm.Ialltoallv(
-                [outgoing, (list(sent), None), byte],
-                [incoming, (list(received), None), byte],
-            ),
+        send, receive = (
+            [outgoing, (list(sent), None), byte],
+            [incoming, (list(received), None), byte],
         )
+        begin = partial(self._comm.Ialltoallv, send, receive)
+        task = self._library_task(outgoing.nbytes, begin)
         return self._channel.submit(outgoing.nbytes, [task])
 
     def duplicate(self) -> MpiBackend:
@@ -234,7 +227,7 @@ class MpiBackend(HostBackend):
             comm.Free()
             if self._staging is None and self._memory is not None:
                 self._staging = Staging(self._memory)
-            here = self._topology.hosts[self._topology.host]
+            here = self._topology.here
             staging = self._staging if set(ranks) <= set(here) else None
             places = [here.index(rank) for rank in ranks] if staging else []
             chunk_bytes = made._topology.chunking.chunk_bytes
@@ -297,6 +290,17 @@ class MpiBackend(HostBackend):
             wanted = (here or reduces) and not (dtype in INTEGER and op is Op.AVERAGE)
         return levels if wanted else None
 
+    def _library_task(self, nbytes: int, begin: Callable[[], MPI.Request]) -> Task:
+        """A collective of the MPI library, which moves data. None reduces: libraries add in an
+        order that depends on sizes."""
+
+        def start(task: Task) -> native.Transfer:
+            # Its handle becomes invalid when the transfer is done.
+            task.request = begin()
+            return self._group.transfers.adopt(self._mpi._handleof(task.request))
+
+        return TransferTask(nbytes, start)
+
     def _exchange(
         self,
         data: Buffer,
@@ -315,19 +319,29 @@ class MpiBackend(HostBackend):
             nbytes += (stop - start) * data.itemsize
         # Chunks have a piece of every rank's share, so that all ranks work all the time.
         num_chunks = -(-nbytes // self._topology.chunking.chunk_bytes)
+        how = reduction(op, self.size)
         tasks = []
         for chunk in range(num_chunks):
-            contributions, places, nbytes = [], [], 0
-            for start, stop in shares:
+            given, places, nbytes = {}, {}, 0
+            for owner in (self.rank, *self._channel.peers):
+                start, stop = shares[owner]
                 first = start + (stop - start) * chunk // num_chunks
                 last = start + (stop - start) * (chunk + 1) // num_chunks
                 nbytes += (last - first) * data.itemsize
-                places.append(_between(results, first, last))
+                places[owner] = _between(results, first, last)
                 if sources is not None:
-                    contributions.append(_between(sources, first, last))
-            tasks.append(
-                ChunkTask(self._channel, nbytes, contributions, places, dtype, op, gathers)
+                    given[owner] = _between(sources, first, last)
+            begin = partial(
+                begin_exchange,
+                channel=self._channel,
+                agents=range(self.size),
+                sources=given,
+                results=places,
+                dtype=dtype,
+                how=how,
+                gathers=gathers,
             )
+            tasks.append(TransferTask(nbytes, begin))
         return self._channel.submit(data.nbytes, tasks)
 
     def _own(self, parent: MPI.Comm) -> MPI.Comm:

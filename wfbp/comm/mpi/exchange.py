@@ -11,13 +11,14 @@ operations notice before they read each other's data.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from wfbp import native
 from wfbp.comm.arrays import Buffer, combine, split, typed
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
@@ -25,8 +26,8 @@ from wfbp.comm.mpi.transfers import (
     NUM_TAGS,
     Channel,
     Chunking,
-    MpiWork,
     Task,
+    TransferTask,
     Watch,
     chunks,
 )
@@ -36,7 +37,6 @@ from wfbp.comm.mpi.two_level import (
     TAKEN,
     WAITING,
     FlaggedTask,
-    Followed,
     SharedFlags,
 )
 from wfbp.core.types import Op
@@ -275,25 +275,20 @@ class _ReduceTask(_StagedTask):
         return self._view(rank, start, stop - start)
 
 
-class _MessageTask(Task):
-    """Blocks from every rank to every rank, as messages."""
-
-    def __init__(self, channel: Channel, outgoing: Blocks, incoming: Blocks) -> None:
-        self._channel, self._outgoing, self._incoming = channel, outgoing, incoming
-        blocks = [block for block in (*outgoing, *incoming) if block is not None]
-        self.nbytes = sum(block.nbytes for block in blocks)
-
-    def start(self) -> None:
-        channel, messages = self._channel, []
-        own, place = self._outgoing[channel.rank], self._incoming[channel.rank]
-        if own is not None and place is not None:
-            place[:] = own
-        for arrives, blocks in ((True, self._incoming), (False, self._outgoing)):
-            for peer in channel.peers:
-                block = blocks[peer]
-                if block is not None and block.nbytes:
-                    messages.append((block, peer, arrives))
-        self.transfer = channel.group.transfers.begin(channel.handle, channel.next_tag(), messages)
+def _begin_messages(
+    _: Task, channel: Channel, outgoing: Blocks, incoming: Blocks
+) -> native.Transfer:
+    """Send blocks from every rank to every rank."""
+    messages = []
+    own, place = outgoing[channel.rank], incoming[channel.rank]
+    if own is not None and place is not None:
+        place[:] = own
+    for arrives, blocks in ((True, incoming), (False, outgoing)):
+        for peer in channel.peers:
+            block = blocks[peer]
+            if block is not None and block.nbytes:
+                messages.append((block, peer, arrives))
+    return channel.group.transfers.begin(channel.handle, channel.next_tag(), messages)
 
 
 class Exchange:
@@ -367,11 +362,15 @@ class Exchange:
             if flags is not None:
                 tasks.append(_MoveTask(flags, self, fingerprint, sent, received, reduction))
             else:
-                tasks.append(_MessageTask(self.channel, sent, received))
-        work = self._submit(tasks)
+                nbytes = sum(block.nbytes for block in (*sent, *received) if block is not None)
+                begin = partial(
+                    _begin_messages, channel=self.channel, outgoing=sent, incoming=received
+                )
+                tasks.append(TransferTask(nbytes, begin))
         if flags is not None or reduction is None or result is None:
-            return work
-        return Followed(work, lambda: reduction([b for b in arriving if b is not None], result))
+            return self._submit(tasks)
+        shards = [block for block in arriving if block is not None]
+        return self._submit(tasks, partial(reduction, shards, result))
 
     def all_reduce(self, data: Buffer, reduction: Reduction, fingerprint: int) -> Work[None]:
         """Combine ``data`` over all ranks, in place."""
@@ -423,15 +422,10 @@ class Exchange:
         channel = self.channel
         return channel.comm.Irecv([data, channel.mpi.BYTE], source, _FIRST_TAG + 2 * tag + 1)
 
-    def abandon(self) -> None:
-        """Forget everything under way; its memory is never reused."""
-        for task in self.channel.abandon():
-            # Other ranks may still read its staging buffer, or MPI write to its memory.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
-
-    def _submit(self, tasks: Sequence[Task]) -> MpiWork[None]:
-        work: MpiWork[Any] = self.channel.submit(sum(task.nbytes for task in tasks), tasks)
-        return work
+    def _submit(
+        self, tasks: Sequence[Task], finish: Callable[[], None] | None = None
+    ) -> Work[None]:
+        return self.channel.submit(sum(task.nbytes for task in tasks), tasks, finish)
 
 
 def _pieces(blocks: Blocks, index: int, count: int, item: int = 1) -> list[Buffer | None]:

@@ -15,7 +15,7 @@ Flags order the data only if processors see stores in order (``shm_memory.ORDERE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from wfbp.comm.arrays import HALF, Buffer, reduction, split, typed
 from wfbp.comm.backend import Segment, Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
-from wfbp.comm.mpi.transfers import Channel, Message, ProgressGroup, Task, Watch, chunks
+from wfbp.comm.mpi.transfers import Channel, ProgressGroup, Task, Watch, begin_exchange, chunks
 from wfbp.core.types import Op
 from wfbp.native import copy, reduce_shards
 
@@ -222,43 +222,22 @@ class TwoLevelTask(FlaggedTask):
     def _exchange(self) -> None:
         """Combine blocks over hosts at their owners, and send the results back."""
         levels, flags = self._levels, self._flags
-        own, item = self._block(flags.rank, levels.rank), self._chunk.itemsize
-        agents = levels.agents if own.size else ()  # of this rank's block, by host
-        others = [
-            (owner, block)
+        blocks = {
+            owner: [block]
             for owner in levels.blocks_of[flags.rank]
-            if owner != levels.rank and (block := self._block(flags.rank, owner)).size
-        ]
-        parts: list[Message] = []
-        results: list[Message] = []
-        contributions: list[Buffer] = []
-        if self._reduces:
-            self.scratch = levels.channel.take_scratch(own.nbytes * (len(levels.agents) - 1))
-            start = 0
-            for agent in agents:
-                if agent == levels.rank:
-                    contributions.append(own)
-                    continue
-                arriving = self.scratch[start : start + own.nbytes].view(own.dtype)
-                start += own.size * item
-                contributions.append(arriving)
-                parts.append((arriving, agent, True))
-            parts += [(block, owner, False) for owner, block in others]
-        if self._gathers:
-            results += [(own, agent, False) for agent in agents if agent != levels.rank]
-            results += [(block, owner, True) for owner, block in others]
-        if not self._reduces:
-            parts, results = results, []
+            if (block := self._block(flags.rank, owner)).size
+        }
         how, divisor = reduction(self._op, levels.channel.size)
-        self._sent = levels.channel.group.transfers.begin(
-            levels.channel.handle,
-            self._tag,
-            parts,
+        self._sent = begin_exchange(
+            self,
+            levels.channel,
+            levels.agents,
+            blocks if self._reduces else {},
+            blocks,
             self._dtype,
-            how,
-            1.0 if self._dtype in HALF else divisor,
-            [(contributions, own)] if contributions else [],
-            results,
+            (how, 1.0 if self._dtype in HALF else divisor),
+            self._gathers,
+            self._tag,
         )
 
     def _block(self, place: int, owner: int) -> Buffer:
@@ -291,20 +270,6 @@ class TwoLevelTask(FlaggedTask):
                 copy(target, block[start - begin : start - begin + target.size])
 
 
-class Followed(Work[None]):
-    """Work after which something is done once, in the thread that finds it complete."""
-
-    def __init__(self, work: Work[None], finish: Callable[[], None]) -> None:
-        self._work, self._finish = work, finish
-        self._finished = False
-
-    def test(self) -> bool:
-        if not self._finished and self._work.test():
-            self._finished = True
-            self._finish()
-        return self._finished
-
-
 class TwoLevel:
     """The collectives of one channel. Ranks of a host are known by their *place* there."""
 
@@ -316,7 +281,7 @@ class TwoLevel:
         self.between_hosts = len(topology.hosts) > 1
         self.agents = [topology.agent(host, self.rank) for host in topology.hosts]
         """The agent of this rank's block on each host."""
-        here = topology.hosts[topology.host]
+        here = topology.here
         self.blocks_of: list[list[int]] = [[] for _ in here]
         """The owners of the blocks whose agent is at each place of this host."""
         for owner in range(channel.size):
@@ -331,7 +296,7 @@ class TwoLevel:
         """Those of a new channel; None without shared memory, or if no flags are left."""
         if memory is None or (number := memory.next_flag_set()) < 0:
             return None
-        here = topology.hosts[topology.host]
+        here = topology.here
         places = [(place, number) for place in range(len(here))]
         return cls(memory, SharedFlags(memory, here.index(channel.rank), places), channel, topology)
 
@@ -348,7 +313,8 @@ class TwoLevel:
         def finish() -> None:
             data[:] = copied
 
-        return Followed(self.all_reduce(copied, dtype, op, segments), finish)
+        tasks = self.tasks_of_reduction(copied, segments, dtype, op)
+        return self.channel.submit(data.nbytes, tasks, finish)
 
     def reduce_scatter(self, data: Buffer, shares: Bounds, dtype: str, op: Op) -> Work[None]:
         """Reduce a buffer in shared memory; each rank keeps its own share."""
@@ -370,7 +336,7 @@ class TwoLevel:
                 piece[:] = place
 
         tasks = self._tasks_of_exchange(data, shares)
-        return Followed(self.channel.submit(data.nbytes, tasks), finish)
+        return self.channel.submit(data.nbytes, tasks, finish)
 
     def tasks_of_reduction(
         self, buffer: Buffer, segments: Sequence[Segment], dtype: str, op: Op

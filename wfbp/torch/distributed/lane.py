@@ -147,7 +147,7 @@ class GroupLane(OccasionalLane):
         pending = [*self._pending(), *self.messages.abandon()]
         self._in_flight, self._check, self._inquiry = [], None, None
         self._queue.clear()
-        self._exchange.abandon()
+        self._exchange.channel.abandon()
         for operation in pending:
             operation.complete(error)
 
