@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from wfbp import native
 from wfbp.comm.arrays import INTEGER, Buffer, block_ranges, blocks, reduction, split, typed
 from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill
-from wfbp.comm.mpi.exchange import Exchange, Staging
+from wfbp.comm.mpi.exchange import Exchange
 from wfbp.comm.mpi.library import BytesTask, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
@@ -92,7 +92,6 @@ class MpiBackend(HostBackend):
         )
         chunking = self._topology.chunking
         self._channel = Channel(self._group, chunking, mpi, self._comm)
-        self._staging: Staging | None = None
         self._levels = TwoLevel.of(self._memory, self._channel, self._topology)
         self._may_rest = self.progresses_alone or self.on_two_levels  # elsewhere naps are too long
 
@@ -225,13 +224,11 @@ class MpiBackend(HostBackend):
             )
             made = MpiBackend(comm, _original=self, _alone=True)
             comm.Free()
-            if self._staging is None and self._memory is not None:
-                self._staging = Staging(self._memory)
             here = self._topology.here
-            staging = self._staging if set(ranks) <= set(here) else None
-            places = [here.index(rank) for rank in ranks] if staging else []
+            memory = self._memory if set(ranks) <= set(here) else None
+            places = [here.index(rank) for rank in ranks] if memory else []
             chunk_bytes = made._topology.chunking.chunk_bytes
-            return Exchange(made, made._channel, staging, places, chunk_bytes, ranks)
+            return Exchange(made, made._channel, memory, places, chunk_bytes, ranks)
 
     def mailbox(self) -> Mailbox:
         with translating(self._mpi, self._who, "no mailbox could be made"):

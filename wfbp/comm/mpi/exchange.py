@@ -22,23 +22,8 @@ from wfbp import native
 from wfbp.comm.arrays import Buffer, combine, split, typed
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.transfers import (
-    NUM_TAGS,
-    Channel,
-    Chunking,
-    Task,
-    TransferTask,
-    Watch,
-    chunks,
-)
-from wfbp.comm.mpi.two_level import (
-    READY,
-    REDUCED,
-    TAKEN,
-    WAITING,
-    FlaggedTask,
-    SharedFlags,
-)
+from wfbp.comm.mpi.transfers import NUM_TAGS, Channel, Chunking, Task, TransferTask, Watch, chunks
+from wfbp.comm.mpi.two_level import READY, REDUCED, TAKEN, WAITING, FlaggedTask, SharedFlags
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
@@ -83,40 +68,19 @@ class Reduction:
             combine(parts, typed(out, dtype), dtype, self.op)
 
 
-class Staging:
-    """This rank's staging buffers, of powers of two bytes; used under the progress lock."""
-
-    _SMALLEST = 4 << 10
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self.memory = memory
-        self._free: dict[int, list[Buffer]] = {}
-
-    def take(self, nbytes: int) -> Buffer:
-        """A buffer of at least this size."""
-        size = max(self._SMALLEST, 1 << (nbytes - 1).bit_length())
-        free = self._free.get(size)
-        return free.pop() if free else self.memory.zeros(size)
-
-    def give(self, buffer: Buffer) -> None:
-        """Reuse a buffer that no rank reads any more."""
-        self._free.setdefault(buffer.nbytes, []).append(buffer)
-
-
 class _StagedTask(FlaggedTask):
     """One chunk through staging buffers; subclasses fill this rank's and read the others'."""
 
     slot_bytes: int
 
-    def __init__(self, flags: SharedFlags, exchange: Exchange, fingerprint: int) -> None:
-        super().__init__(flags, exchange.channel.group)
-        assert exchange.staging is not None
-        self._staging, self._fingerprint = exchange.staging, fingerprint
+    def __init__(self, flags: SharedFlags, fingerprint: int) -> None:
+        super().__init__(flags)
+        self._fingerprint = fingerprint
         self._slot: Buffer | None = None
 
     def start(self) -> None:
         if self.slot_bytes:
-            self._slot = self._staging.take(self.slot_bytes)
+            self._slot = self._flags.memory.take(self.slot_bytes)
             self._fill(self._slot)
         self._publish(self._slot, self._fingerprint)
 
@@ -139,7 +103,7 @@ class _StagedTask(FlaggedTask):
         if not self._all_reached(TAKEN):
             return False
         if self._slot is not None:
-            self._staging.give(self._slot)
+            flags.memory.give(self._slot)
         return True
 
     def awaited(self) -> Watch | None:
@@ -170,13 +134,12 @@ class _MoveTask(_StagedTask):
     def __init__(
         self,
         flags: SharedFlags,
-        exchange: Exchange,
         fingerprint: int,
         outgoing: Blocks,
         incoming: Blocks,
         reduction: Reduction | None,
     ) -> None:
-        super().__init__(flags, exchange, fingerprint)
+        super().__init__(flags, fingerprint)
         self._incoming, self._reduction = incoming, reduction
         self._own = outgoing[flags.rank]
         end = _ENTRY_BYTES * len(outgoing)
@@ -230,12 +193,11 @@ class _ReduceTask(_StagedTask):
     def __init__(
         self,
         flags: SharedFlags,
-        exchange: Exchange,
         fingerprint: int,
         data: Buffer,
         reduction: Reduction,
     ) -> None:
-        super().__init__(flags, exchange, fingerprint)
+        super().__init__(flags, fingerprint)
         item = reduction.item_bytes
         self.nbytes = self.slot_bytes = data.nbytes
         self._data, self._reduction = data, reduction
@@ -302,7 +264,7 @@ class Exchange:
         self,
         backend: MpiBackend,
         channel: Channel,
-        staging: Staging | None,
+        memory: SharedMemory | None,
         places: Sequence[int],
         chunk_bytes: int,
         ranks: Sequence[int],
@@ -311,14 +273,14 @@ class Exchange:
         self.rank, self.size = backend.rank, backend.size
         self.undelivered = 0
         """Messages sent less those received; 0 in sum over all ranks if none is under way."""
-        self.staging, self._chunk_bytes = staging, chunk_bytes
+        self._chunk_bytes = chunk_bytes
         self._flags: SharedFlags | None = None
         if self.size > 1:
-            number = -1 if staging is None else staging.memory.next_flag_set(of_group=True)
+            number = -1 if memory is None else memory.next_flag_set(of_group=True)
             numbers = channel.comm.allgather(number)
-            if staging is not None and min(numbers) >= 0:
+            if memory is not None and min(numbers) >= 0:
                 sets = list(zip(places, numbers, strict=True))
-                self._flags = SharedFlags(staging.memory, self.rank, sets)
+                self._flags = SharedFlags(memory, self.rank, sets, channel.group)
                 self._chunk_bytes = STAGED.chunk_bytes
                 channel.window = STAGED
         self.checks = self._flags is not None
@@ -360,7 +322,7 @@ class Exchange:
             sent = _pieces(outgoing, index, count, item)
             received = _pieces(arriving, index, count, item)
             if flags is not None:
-                tasks.append(_MoveTask(flags, self, fingerprint, sent, received, reduction))
+                tasks.append(_MoveTask(flags, fingerprint, sent, received, reduction))
             else:
                 nbytes = sum(block.nbytes for block in (*sent, *received) if block is not None)
                 begin = partial(
@@ -383,7 +345,7 @@ class Exchange:
             return self.move([data] * self.size, place, fingerprint, reduction)
         return self._submit(
             [
-                _ReduceTask(flags, self, fingerprint, data[start * item : stop * item], reduction)
+                _ReduceTask(flags, fingerprint, data[start * item : stop * item], reduction)
                 for start, stop in chunks(data.nbytes // item, item, self._chunk_bytes)
             ]
         )

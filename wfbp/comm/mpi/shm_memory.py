@@ -136,6 +136,7 @@ class SharedMemory:
         self._freed: deque[tuple[int, int]] = deque()
         self._flag_sets, self._group_flag_sets = count(), count()
         self._views: list[list[Buffer]] = []
+        self._staging: dict[int, list[Buffer]] = {}
 
     @classmethod
     def connect(
@@ -187,6 +188,7 @@ class SharedMemory:
         """Last call: unmap all memory, this rank's once no buffer in it is used any more."""
         for views in (*self._views, self._whole, self._headers):
             views.clear()
+        self._staging.clear()
         with self._lock:
             self._map = None
 
@@ -225,6 +227,16 @@ class SharedMemory:
         given_back = weakref.finalize(block, _free, mapped, self._freed, start, length, os.getpid())
         given_back.atexit = False
         return np.asarray(block)
+
+    def take(self, nbytes: int) -> Buffer:
+        """A reusable buffer of at least this size; under the progress lock, as :meth:`give`."""
+        size = max(PAGE_BYTES, 1 << (nbytes - 1).bit_length())
+        free = self._staging.get(size)
+        return free.pop() if free else self.zeros(size)
+
+    def give(self, buffer: Buffer) -> None:
+        """Reuse a buffer that no rank reads any more."""
+        self._staging.setdefault(buffer.nbytes, []).append(buffer)
 
     def holds(self, buffer: Buffer) -> bool:
         """Whether a buffer is part of this rank's memory."""

@@ -48,8 +48,14 @@ class SharedFlags:
     of its contribution, and a note that ranks may compare. Task numbers agree on all ranks.
     """
 
-    def __init__(self, memory: SharedMemory, rank: int, places: Sequence[tuple[int, int]]) -> None:
-        self.rank, self.memory = rank, memory
+    def __init__(
+        self,
+        memory: SharedMemory,
+        rank: int,
+        places: Sequence[tuple[int, int]],
+        group: ProgressGroup,
+    ) -> None:
+        self.rank, self.memory, self.group = rank, memory, group
         self.peers = [(rank + step) % len(places) for step in range(1, len(places))]
         self.places = [at for at, _ in places]
         # Items of memoryviews are read in half the time of those of arrays.
@@ -62,9 +68,9 @@ class SharedFlags:
 class FlaggedTask(Task):
     """A task that moves from phase to phase, which the ranks of a host see in flags."""
 
-    def __init__(self, flags: SharedFlags, group: ProgressGroup) -> None:
+    def __init__(self, flags: SharedFlags) -> None:
         flags.num_tasks += 1
-        self._flags, self._group = flags, group
+        self._flags = flags
         self._number = flags.num_tasks
         self._row = self._number % _NUM_ROWS * _ROW_WORDS
         self._phase = WAITING
@@ -89,7 +95,7 @@ class FlaggedTask(Task):
             flags.memory.check_read(flags.places)
         self._phase = phase
         flags.words[flags.rank][self._row] = self._number * _PHASES + phase
-        self._group.moves += 1
+        flags.group.moves += 1
 
     def _reached(self, rank: int, phase: int) -> bool:
         """Whether a rank has reached a phase of this task; a later task implies all of them."""
@@ -137,7 +143,7 @@ class TwoLevelTask(FlaggedTask):
         reduces: bool = True,
         gathers: bool = True,
     ) -> None:
-        super().__init__(levels.flags, levels.channel.group)
+        super().__init__(levels.flags)
         self.nbytes = sum(stop - start for start, stop in bounds) * chunk.itemsize
         self._levels, self._memory = levels, levels.memory
         self._chunk, self._bounds, self._parts = chunk, bounds, parts
@@ -298,7 +304,8 @@ class TwoLevel:
             return None
         here = topology.here
         places = [(place, number) for place in range(len(here))]
-        return cls(memory, SharedFlags(memory, here.index(channel.rank), places), channel, topology)
+        flags = SharedFlags(memory, here.index(channel.rank), places, channel.group)
+        return cls(memory, flags, channel, topology)
 
     def all_reduce(
         self, data: Buffer, dtype: str, op: Op, segments: Sequence[Segment]
