@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from wfbp.native import reduce_shards
 
 Buffer = npt.NDArray[Any]
 """A one-dimensional C-contiguous array; bfloat16 is stored as uint16."""
+
+Arrays = list[tuple[int, Buffer]]
+"""Consecutive arrays, each with the number of its first element in the buffer that they replace."""
 
 HALF = frozenset({"float16", "bfloat16"})
 """Element types that are accumulated in float32."""
@@ -78,6 +83,22 @@ def block_ranges(
     if nbytes != end * item:
         raise ValueError(f"the buffer is of {nbytes} bytes, but counts add up to {end * item}")
     return ranges
+
+
+def between(arrays: Arrays, start: int, stop: int) -> list[Buffer]:
+    """The non-empty pieces of elements ``start`` to ``stop``.
+
+    >>> between([(0, np.arange(3)), (3, np.arange(3, 5))], 1, 4)
+    [array([1, 2]), array([3])]
+    """
+    first_of = itemgetter(0)
+    begin = bisect_right(arrays, start, key=first_of) - 1
+    pieces = []
+    for first, array in arrays[begin : bisect_left(arrays, stop, key=first_of)]:
+        piece = array[max(start - first, 0) : stop - first]
+        if piece.size:
+            pieces.append(piece)
+    return pieces
 
 
 def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:

@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer, blocks, zeroed
+from wfbp.comm.arrays import Arrays, Buffer, blocks, zeroed
 from wfbp.core.types import Op
 
 T = TypeVar("T")
@@ -273,3 +273,21 @@ def fill(buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment], dty
         parts = segment.parts(len(counts), dtype, writeable=False)
         for block, part in zip(whole, parts, strict=True):
             block[segment.start : segment.start + part.nbytes] = part.view(np.uint8)
+
+
+def as_arrays(
+    data: Buffer,
+    block_starts: Sequence[int],
+    segments: Sequence[Segment],
+    dtype: str,
+    writeable: bool = True,
+) -> Arrays:
+    """A buffer of blocks as arrays, with the segments' parts of each block in separate memory."""
+    parts = [segment.parts(len(block_starts), dtype, writeable) for segment in segments]
+    arrays, end = [], 0
+    for block, block_start in enumerate(block_starts):
+        for segment, of_blocks in zip(segments, parts, strict=True):
+            start = block_start + segment.start // data.itemsize
+            arrays += [(end, data[end:start]), (start, of_blocks[block])]
+            end = start + of_blocks[block].size
+    return [*arrays, (end, data[end:])]

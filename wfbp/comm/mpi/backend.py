@@ -7,15 +7,23 @@ first ranks. So results do not depend on the size of a message, or on how it tra
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from wfbp import native
-from wfbp.comm.arrays import INTEGER, Buffer, block_ranges, blocks, reduction, split, typed
-from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill
+from wfbp.comm.arrays import (
+    INTEGER,
+    Arrays,
+    Buffer,
+    between,
+    block_ranges,
+    blocks,
+    reduction,
+    split,
+    typed,
+)
+from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, as_arrays, fill
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.comm.mpi.library import BytesTask, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
@@ -129,7 +137,7 @@ class MpiBackend(HostBackend):
             return Finished(None)
         if (levels := self._levels_for(Operation.ALL_REDUCE, data, dtype, op)) is not None:
             return levels.all_reduce(data, dtype, op, segments)
-        sources = _arrays(data, [0], segments, dtype, writeable=False)
+        sources = as_arrays(data, [0], segments, dtype, writeable=False)
         if data.nbytes * (self.size - 1) <= self._topology.chunking.small_bytes:
             # Each rank sends all of its contribution, and combines all of the result.
             whole = [(0, data.size)] * self.size
@@ -146,13 +154,13 @@ class MpiBackend(HostBackend):
     ) -> Work[None]:
         data, shares = typed(buffer, dtype), block_ranges(self.size, buffer.nbytes, counts, dtype)
         levels = self._levels_for(Operation.REDUCE_SCATTER, buffer, dtype, op)
-        if self.size == 1 or levels is not None:
+        if self.size == 1:
             fill(buffer, counts, segments, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
+        sources = as_arrays(data, [start for start, _ in shares], segments, dtype, writeable=False)
         if levels is not None:
-            return levels.reduce_scatter(data, shares, dtype, op)
-        sources = _arrays(data, [start for start, _ in shares], segments, dtype, writeable=False)
+            return levels.submit(data, shares, dtype, op, sources, gathers=False)
         return self._exchange(data, shares, dtype, op, sources, gathers=False)
 
     def all_gather(
@@ -161,10 +169,10 @@ class MpiBackend(HostBackend):
         data, shares = typed(buffer, "uint8"), block_ranges(self.size, buffer.nbytes, counts)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
+        arrays = as_arrays(data, [start for start, _ in shares], segments, "uint8")
         if (levels := self._levels_for(Operation.ALL_GATHER, buffer)) is not None:
-            return levels.all_gather(data, shares, segments)
-        results = _arrays(data, [start for start, _ in shares], segments, "uint8")
-        return self._exchange(data, shares, results=results)
+            return levels.submit(data, shares, sources=arrays, results=arrays)
+        return self._exchange(data, shares, results=arrays)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         data = typed(buffer, "uint8")
@@ -325,9 +333,9 @@ class MpiBackend(HostBackend):
                 first = start + (stop - start) * chunk // num_chunks
                 last = start + (stop - start) * (chunk + 1) // num_chunks
                 nbytes += (last - first) * data.itemsize
-                places[owner] = _between(results, first, last)
+                places[owner] = between(results, first, last)
                 if sources is not None:
-                    given[owner] = _between(sources, first, last)
+                    given[owner] = between(sources, first, last)
             begin = partial(
                 begin_exchange,
                 channel=self._channel,
@@ -346,42 +354,3 @@ class MpiBackend(HostBackend):
         comm = parent.Dup()
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm
-
-
-Arrays = list[tuple[int, Buffer]]
-"""Consecutive arrays, each with the number of its first element in the buffer that they replace."""
-
-
-def _arrays(
-    data: Buffer,
-    block_starts: Sequence[int],
-    segments: Sequence[Segment],
-    dtype: str,
-    writeable: bool = True,
-) -> Arrays:
-    """A buffer of blocks as arrays, with the segments' parts of each block in separate memory."""
-    parts = [segment.parts(len(block_starts), dtype, writeable) for segment in segments]
-    arrays, end = [], 0
-    for block, block_start in enumerate(block_starts):
-        for segment, of_blocks in zip(segments, parts, strict=True):
-            start = block_start + segment.start // data.itemsize
-            arrays += [(end, data[end:start]), (start, of_blocks[block])]
-            end = start + of_blocks[block].size
-    return [*arrays, (end, data[end:])]
-
-
-def _between(arrays: Arrays, start: int, stop: int) -> list[Buffer]:
-    """The non-empty pieces of elements ``start`` to ``stop``.
-
-    >>> import numpy as np
-    >>> _between([(0, np.arange(3)), (3, np.arange(3, 5))], 1, 4)
-    [array([1, 2]), array([3])]
-    """
-    first_of = itemgetter(0)
-    begin = bisect_right(arrays, start, key=first_of) - 1
-    pieces = []
-    for first, array in arrays[begin : bisect_left(arrays, stop, key=first_of)]:
-        piece = array[max(start - first, 0) : stop - first]
-        if piece.size:
-            pieces.append(piece)
-    return pieces

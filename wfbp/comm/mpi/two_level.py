@@ -15,17 +15,18 @@ Flags order the data only if processors see stores in order (``shm_memory.ORDERE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import HALF, Buffer, reduction, split, typed
-from wfbp.comm.backend import Segment, Work
+from wfbp.comm.arrays import HALF, Arrays, Buffer, between, reduction, split
+from wfbp.comm.backend import Segment, Work, as_arrays
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
-from wfbp.comm.mpi.transfers import Channel, ProgressGroup, Task, Watch, begin_exchange, chunks
+from wfbp.comm.mpi.transfers import Channel, ProgressGroup, Task, Watch, begin_exchange
 from wfbp.core.types import Op
 from wfbp.native import copy, reduce_shards
 
@@ -117,38 +118,31 @@ class FlaggedTask(Task):
         return self._flags.memory.view(self._flags.places[rank], offset + start, nbytes)
 
 
-class Part(NamedTuple):
-    """Elements of a chunk in separate memory; ``result`` None: the chunk receives the result."""
-
-    start: int
-    data: Buffer
-    result: Buffer | None
-
-
 Bounds = Sequence[tuple[int, int]]
-"""First and last element of each rank's block, relative to a chunk."""
+"""First and last element of each rank's block."""
 
 
 class TwoLevelTask(FlaggedTask):
-    """One chunk of a collective, in place; ``parts`` are in separate memory, ascending."""
+    """One chunk of a collective, in place: a part of every rank's block. Contributions that are
+    elsewhere are copied from ``sources``, and results to ``results``."""
 
     def __init__(
         self,
         levels: TwoLevel,
-        chunk: Buffer,
+        data: Buffer,
         bounds: Bounds,
         dtype: str,
-        op: Op = Op.SUM,
-        parts: Sequence[Part] = (),
-        reduces: bool = True,
-        gathers: bool = True,
+        op: Op | None,
+        sources: Arrays,
+        results: Arrays,
+        gathers: bool,
     ) -> None:
         super().__init__(levels.flags)
-        self.nbytes = sum(stop - start for start, stop in bounds) * chunk.itemsize
+        self.nbytes = sum(stop - start for start, stop in bounds) * data.itemsize
         self._levels, self._memory = levels, levels.memory
-        self._chunk, self._bounds, self._parts = chunk, bounds, parts
-        self._dtype, self._op = dtype, op
-        self._reduces, self._gathers = reduces, gathers
+        self._data, self._bounds = data, bounds
+        self._sources, self._results = sources, results
+        self._dtype, self._op, self._gathers = dtype, op, gathers
         self._is_combined = False
         self._sent: native.Transfer | None = None  # the messages between hosts
         self._missing = self._flags.peers
@@ -156,17 +150,15 @@ class TwoLevelTask(FlaggedTask):
         copied yet)."""
 
     def start(self) -> None:
-        memory, chunk = self._memory, self._chunk
         # Here, because only starts have the same order on every rank.
         self._tag = self._levels.channel.next_tag()
-        offset = memory.offset(chunk)
-        for start, data, _ in self._parts:
-            if memory.offset(data) != offset + start * chunk.itemsize:
-                chunk[start : start + data.size] = data
-        self._publish(chunk)
+        own = [self._bounds[self._levels.rank]]
+        for start, stop in own if self._op is None else self._bounds:
+            self._copy(between(self._sources, start, stop), self._data[start:stop], inwards=True)
+        self._publish(self._data)
 
     def step(self) -> bool:
-        if self._phase == WAITING and not self._publish(self._chunk):
+        if self._phase == WAITING and not self._publish(self._data):
             return False
         if self._phase == READY and not self._reduce():
             return False
@@ -188,7 +180,7 @@ class TwoLevelTask(FlaggedTask):
             return self._watch(self._missing, any_of=True)
         if self._sent is not None and not self._sent.done:
             return (), 0, True  # for messages alone: never reached
-        if phase == WAITING or (phase == READY and (self._is_combined or not self._reduces)):
+        if phase == WAITING or (phase == READY and (self._is_combined or self._op is None)):
             return None
         return self._watch(self._flags.peers)
 
@@ -196,10 +188,10 @@ class TwoLevelTask(FlaggedTask):
         """Combine this rank's blocks; True, in a later phase, if that is done on all hosts."""
         flags, levels = self._flags, self._levels
         if not self._is_combined:
-            if self._reduces:
+            if self._op is not None:
                 if not self._all_reached(READY):
                     return False
-                self._combine()
+                self._combine(self._op)
             self._is_combined = True
             if levels.between_hosts:
                 # Before other hosts can see the sum: they cannot see who gave up here.
@@ -215,9 +207,9 @@ class TwoLevelTask(FlaggedTask):
         self._missing = list(flags.peers)
         return True
 
-    def _combine(self) -> None:
+    def _combine(self, op: Op) -> None:
         levels, flags = self._levels, self._flags
-        how, divisor = reduction(self._op, levels.channel.size)
+        how, divisor = reduction(op, levels.channel.size)
         if levels.between_hosts and self._dtype not in HALF:
             divisor = 1.0  # where hosts are added; but the sum of a host may have no half
         places = range(len(flags.peers) + 1)
@@ -233,12 +225,12 @@ class TwoLevelTask(FlaggedTask):
             for owner in levels.blocks_of[flags.rank]
             if (block := self._block(flags.rank, owner)).size
         }
-        how, divisor = reduction(self._op, levels.channel.size)
+        how, divisor = reduction(self._op or Op.SUM, levels.channel.size)
         self._sent = begin_exchange(
             self,
             levels.channel,
             levels.agents,
-            blocks if self._reduces else {},
+            {} if self._op is None else blocks,
             blocks,
             self._dtype,
             (how, 1.0 if self._dtype in HALF else divisor),
@@ -250,30 +242,25 @@ class TwoLevelTask(FlaggedTask):
         """The owner's block in the memory of a rank of this host."""
         start, stop = self._bounds[owner]
         if place == self._flags.rank:
-            return self._chunk[start:stop]
-        item = self._chunk.itemsize
+            return self._data[start:stop]
+        item = self._data.itemsize
         data = self._view(place, start * item, (stop - start) * item)
-        return data.view(self._chunk.dtype)
+        return data.view(self._data.dtype)
 
     def _deliver(self, place: int) -> None:
         """Copy an agent's blocks to their destinations on this rank."""
         for owner in self._levels.blocks_of[place]:
-            block = self._block(place, owner)
-            begin, end = self._bounds[owner]
-            # Parts go to their results; the rest goes into the chunk, where own blocks are.
-            targets = [
-                (max(first, begin), result[max(begin - first, 0) : end - first])
-                for first, data, result in self._parts
-                if result is not None and first < end and begin < first + data.size
-            ]
-            if place != self._flags.rank:
-                done = begin
-                for start, target in [*targets]:
-                    targets.append((done, self._chunk[done:start]))
-                    done = start + target.size
-                targets.append((done, self._chunk[done:end]))
-            for start, target in targets:
-                copy(target, block[start - begin : start - begin + target.size])
+            targets = between(self._results, *self._bounds[owner])
+            self._copy(targets, self._block(place, owner), inwards=False)
+
+    def _copy(self, pieces: Sequence[Buffer], block: Buffer, inwards: bool) -> None:
+        """Copy the pieces of a block into it, or out of it; those that are there already stay."""
+        start = 0
+        for piece in pieces:
+            place = block[start : start + piece.size]
+            start += piece.size
+            if self._memory.offset(piece) != self._memory.offset(place):
+                copy(*((place, piece) if inwards else (piece, place)))
 
 
 class TwoLevel:
@@ -311,70 +298,31 @@ class TwoLevel:
         self, data: Buffer, dtype: str, op: Op, segments: Sequence[Segment]
     ) -> Work[None]:
         """Reduce a buffer in place, except for its segments."""
-        if self.memory.holds(data):
-            tasks = self.tasks_of_reduction(data, segments, dtype, op)
-            return self.channel.submit(data.nbytes, tasks)
-        copied = self.memory.zeros(data.nbytes).view(data.dtype)
-        copied[:] = data
+        shared, finish = data, None
+        if not self.memory.holds(data):
+            shared = self.memory.zeros(data.nbytes).view(data.dtype)
+            shared[:] = data
+            finish = partial(np.copyto, data, shared)
+        targets = [Segment(part.start, part.result) for part in segments if part.result is not None]
+        sources = as_arrays(shared, [0], segments, dtype, writeable=False)
+        results = as_arrays(shared, [0], targets, dtype)
+        shares = split(data.size, self.channel.size)
+        return self.submit(shared, shares, dtype, op, sources, results, finish=finish)
 
-        def finish() -> None:
-            data[:] = copied
-
-        tasks = self.tasks_of_reduction(copied, segments, dtype, op)
-        return self.channel.submit(data.nbytes, tasks, finish)
-
-    def reduce_scatter(self, data: Buffer, shares: Bounds, dtype: str, op: Op) -> Work[None]:
-        """Reduce a buffer in shared memory; each rank keeps its own share."""
-        tasks = self._tasks_of_exchange(data, shares, dtype, op)
-        return self.channel.submit(data.nbytes, tasks)
-
-    def all_gather(self, data: Buffer, shares: Bounds, segments: Sequence[Segment]) -> Work[None]:
-        """All-gather a buffer in shared memory; segments are copied there and back."""
-        places = []
-        for segment in segments:
-            for (first, _), piece in zip(shares, segment.parts(len(shares), "uint8"), strict=True):
-                start = first + segment.start
-                places.append((data[start : start + piece.size], piece))
-        for place, piece in places[self.rank :: len(shares)]:
-            place[:] = piece
-
-        def finish() -> None:
-            for place, piece in places:
-                piece[:] = place
-
-        tasks = self._tasks_of_exchange(data, shares)
-        return self.channel.submit(data.nbytes, tasks, finish)
-
-    def tasks_of_reduction(
-        self, buffer: Buffer, segments: Sequence[Segment], dtype: str, op: Op
-    ) -> list[TwoLevelTask]:
-        """Tasks that combine a buffer of the shared memory in place, apart from its segments."""
-        item = buffer.itemsize
-        parts = [
-            Part(
-                segment.start // item,
-                typed(segment.data, dtype, writeable=False),
-                None if segment.result is None else typed(segment.result, dtype),
-            )
-            for segment in segments
-        ]
-        tasks = []
-        for start, stop in chunks(buffer.size, item, self.chunk_bytes):
-            within = []
-            for first, data, result in parts:
-                if first < stop and start < first + data.size:
-                    cut = slice(max(start - first, 0), stop - first)
-                    piece = None if result is None else result[cut]
-                    within.append(Part(max(first - start, 0), data[cut], piece))
-            bounds = split(stop - start, self.channel.size)
-            tasks.append(TwoLevelTask(self, buffer[start:stop], bounds, dtype, op, within))
-        return tasks
-
-    def _tasks_of_exchange(
-        self, buffer: Buffer, shares: Bounds, dtype: str = "uint8", op: Op | None = None
-    ) -> list[TwoLevelTask]:
-        """Tasks of a reduce-scatter of each rank's share, or without ``op`` an all-gather."""
-        num_chunks = max(1, -(-buffer.nbytes // self.chunk_bytes))
+    def submit(
+        self,
+        data: Buffer,
+        shares: Bounds,
+        dtype: str = "uint8",
+        op: Op | None = None,
+        sources: Arrays | None = None,
+        results: Arrays | None = None,
+        gathers: bool = True,
+        finish: Callable[[], None] | None = None,
+    ) -> Work[None]:
+        """Combine each rank's share by ``op``, if any; every rank gets all if ``gathers``."""
+        sources, results = sources or [(0, data)], results or [(0, data)]
+        num_chunks = max(1, -(-data.nbytes // self.chunk_bytes))
         # Each has a piece of every rank's share, so that all ranks work all the time.
         pieces = [split(stop - start, num_chunks) for start, stop in shares]
         tasks = []
@@ -383,10 +331,5 @@ class TwoLevel:
                 (start + first, start + last)
                 for (start, _), (first, last) in zip(shares, of_chunk, strict=True)
             ]
-            reduces = op is not None
-            tasks.append(
-                TwoLevelTask(
-                    self, buffer, bounds, dtype, op or Op.SUM, reduces=reduces, gathers=not reduces
-                )
-            )
-        return tasks
+            tasks.append(TwoLevelTask(self, data, bounds, dtype, op, sources, results, gathers))
+        return self.channel.submit(data.nbytes, tasks, finish)
