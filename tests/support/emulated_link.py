@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer, blocks, combine, typed
-from wfbp.comm.backend import HostBackend, Mailbox, Segment, T, Work, fill
+from wfbp.comm.arrays import Buffer, Segment, blocks, combine, fill, typed
+from wfbp.comm.backend import HostBackend, Mailbox, T, Work
 from wfbp.core.types import Op, Operation
 from wfbp.errors import PeerError
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer, blocks, combine, typed
-from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, T, Work, fill
+from wfbp.comm.arrays import Buffer, Segment, blocks, combine, fill, typed
+from wfbp.comm.backend import Finished, HostBackend, Mailbox, T, Work
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
 

@@ -7,7 +7,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,10 @@ def blocks(
 ) -> list[Buffer]:
     """Split a buffer into typed blocks of ``counts`` bytes, one per rank; or ``ValueError``."""
     data = typed(buffer, dtype, writeable)
-    return [data[start:stop] for start, stop in block_ranges(size, data.nbytes, counts, dtype)]
+    parts = []
+    for start, stop in block_ranges(size, data.nbytes, counts, dtype):
+        parts.append(data[start:stop])
+    return parts
 
 
 def block_ranges(
@@ -83,6 +86,59 @@ def block_ranges(
     if nbytes != end * item:
         raise ValueError(f"the buffer is of {nbytes} bytes, but counts add up to {end * item}")
     return ranges
+
+
+class Segment(NamedTuple):
+    """Part of a collective's buffer whose data are in separate memory, and are sent without a copy.
+
+    Args:
+        start: first byte in the buffer of an all-reduce, or in each block otherwise.
+        data: the memory, read or written until the work is complete.
+        counts: for buffers of blocks, bytes of each rank's part of ``data``; equal on all ranks.
+        result: where an all-reduce writes the result instead of into the buffer, if
+            ``Backend.copies_segments``; may be ``data``.
+    """
+
+    start: int
+    data: Buffer
+    counts: Sequence[int] = ()
+    result: Buffer | None = None
+
+    def parts(self, num_blocks: int, dtype: str, writeable: bool = True) -> list[Buffer]:
+        """Its part of each block; the buffer of an all-reduce is one block."""
+        if not self.counts:
+            return [typed(self.data, dtype, writeable)]
+        return blocks(num_blocks, self.data, self.counts, dtype, writeable)
+
+
+def fill(buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment], dtype: str) -> None:
+    """Copy the segments into a buffer with blocks of ``counts`` bytes."""
+    whole = blocks(len(counts), buffer.view(np.uint8), counts, "uint8")
+    for segment in segments:
+        parts = segment.parts(len(counts), dtype, writeable=False)
+        for block, part in zip(whole, parts, strict=True):
+            block[segment.start : segment.start + part.nbytes] = part.view(np.uint8)
+
+
+def as_arrays(
+    data: Buffer,
+    shares: Sequence[tuple[int, int]],
+    segments: Sequence[Segment],
+    dtype: str,
+    writeable: bool = True,
+) -> Arrays:
+    """A buffer of adjacent blocks as arrays, with the segments' parts in separate memory."""
+    placed = []
+    for segment in segments:
+        parts = segment.parts(len(shares), dtype, writeable)
+        placed.append((segment.start // data.itemsize, parts))
+    arrays, end = [], 0
+    for block, (block_start, _) in enumerate(shares):
+        for within, parts in placed:
+            start = block_start + within
+            arrays += [(end, data[end:start]), (start, parts[block])]
+            end = start + parts[block].size
+    return [*arrays, (end, data[end:])]
 
 
 def between(arrays: Arrays, start: int, stop: int) -> list[Buffer]:

@@ -12,37 +12,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-import numpy as np
-
-from wfbp.comm.arrays import Arrays, Buffer, blocks, zeroed
+from wfbp.comm.arrays import Buffer, Segment, zeroed
 from wfbp.core.types import Op
 
 T = TypeVar("T")
 
 PROBE_LIMIT = 16 << 20
-
-
-class Segment(NamedTuple):
-    """Part of a collective's buffer whose data are in separate memory, and are sent without a copy.
-
-    Args:
-        start: first byte in the buffer of an all-reduce, or in each block otherwise.
-        data: the memory, read or written until the work is complete.
-        counts: for buffers of blocks, bytes of each rank's part of ``data``; equal on all ranks.
-        result: where an all-reduce writes the result instead of into the buffer, if
-            :meth:`Backend.copies_segments`; may be ``data``.
-    """
-
-    start: int
-    data: Buffer
-    counts: Sequence[int] = ()
-    result: Buffer | None = None
-
-    def parts(self, num_blocks: int, dtype: str, writeable: bool = True) -> list[Buffer]:
-        """Its part of each block; the buffer of an all-reduce is one block."""
-        return blocks(num_blocks, self.data, self.counts or [self.data.nbytes], dtype, writeable)
 
 
 class Work(ABC, Generic[T]):
@@ -264,30 +241,3 @@ class Finished(Work[T]):
     @property
     def result(self) -> T:
         return self._result
-
-
-def fill(buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment], dtype: str) -> None:
-    """Copy the segments into a buffer with blocks of ``counts`` bytes."""
-    whole = blocks(len(counts), buffer.view(np.uint8), counts, "uint8")
-    for segment in segments:
-        parts = segment.parts(len(counts), dtype, writeable=False)
-        for block, part in zip(whole, parts, strict=True):
-            block[segment.start : segment.start + part.nbytes] = part.view(np.uint8)
-
-
-def as_arrays(
-    data: Buffer,
-    block_starts: Sequence[int],
-    segments: Sequence[Segment],
-    dtype: str,
-    writeable: bool = True,
-) -> Arrays:
-    """A buffer of blocks as arrays, with the segments' parts of each block in separate memory."""
-    parts = [segment.parts(len(block_starts), dtype, writeable) for segment in segments]
-    arrays, end = [], 0
-    for block, block_start in enumerate(block_starts):
-        for segment, of_blocks in zip(segments, parts, strict=True):
-            start = block_start + segment.start // data.itemsize
-            arrays += [(end, data[end:start]), (start, of_blocks[block])]
-            end = start + of_blocks[block].size
-    return [*arrays, (end, data[end:])]

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.host_ranks import WINDOW, channel, connected, group, plain_channel
-from wfbp.comm.arrays import Buffer
-from wfbp.comm.backend import Segment
+from wfbp.comm.arrays import Buffer, Segment
 from wfbp.comm.mpi.shm_memory import NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import MpiWork

@@ -10,8 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer, block_ranges
-from wfbp.comm.backend import PROBE_LIMIT, Backend, Finished, HostBackend, Segment, Work
+from wfbp.comm.arrays import Buffer, Segment, block_ranges
+from wfbp.comm.backend import PROBE_LIMIT, Backend, Finished, HostBackend, Work
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.core.types import Op

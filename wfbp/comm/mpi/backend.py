@@ -16,14 +16,17 @@ from wfbp.comm.arrays import (
     INTEGER,
     Arrays,
     Buffer,
+    Segment,
+    as_arrays,
     between,
     block_ranges,
     blocks,
+    fill,
     reduction,
     split,
     typed,
 )
-from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, as_arrays, fill
+from wfbp.comm.backend import Finished, HostBackend, Mailbox, Work
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.comm.mpi.library import BytesTask, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
@@ -137,7 +140,7 @@ class MpiBackend(HostBackend):
             return Finished(None)
         if (levels := self._levels_for(Operation.ALL_REDUCE, data, dtype, op)) is not None:
             return levels.all_reduce(data, dtype, op, segments)
-        sources = as_arrays(data, [0], segments, dtype, writeable=False)
+        sources = as_arrays(data, [(0, data.size)], segments, dtype, writeable=False)
         if data.nbytes * (self.size - 1) <= self._topology.chunking.small_bytes:
             # Each rank sends all of its contribution, and combines all of the result.
             whole = [(0, data.size)] * self.size
@@ -158,7 +161,7 @@ class MpiBackend(HostBackend):
             fill(buffer, counts, segments, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        sources = as_arrays(data, [start for start, _ in shares], segments, dtype, writeable=False)
+        sources = as_arrays(data, shares, segments, dtype, writeable=False)
         if levels is not None:
             return levels.submit(data, shares, dtype, op, sources, gathers=False)
         return self._exchange(data, shares, dtype, op, sources, gathers=False)
@@ -169,7 +172,7 @@ class MpiBackend(HostBackend):
         data, shares = typed(buffer, "uint8"), block_ranges(self.size, buffer.nbytes, counts)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        arrays = as_arrays(data, [start for start, _ in shares], segments, "uint8")
+        arrays = as_arrays(data, shares, segments, "uint8")
         if (levels := self._levels_for(Operation.ALL_GATHER, buffer)) is not None:
             return levels.submit(data, shares, sources=arrays, results=arrays)
         return self._exchange(data, shares, results=arrays)

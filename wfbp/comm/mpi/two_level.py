@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import HALF, Arrays, Buffer, between, reduction, split
-from wfbp.comm.backend import Segment, Work, as_arrays
+from wfbp.comm.arrays import HALF, Arrays, Buffer, Segment, as_arrays, between, reduction, split
+from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import Channel, ProgressGroup, Task, Watch, begin_exchange
@@ -304,8 +304,8 @@ class TwoLevel:
             shared[:] = data
             finish = partial(np.copyto, data, shared)
         targets = [Segment(part.start, part.result) for part in segments if part.result is not None]
-        sources = as_arrays(shared, [0], segments, dtype, writeable=False)
-        results = as_arrays(shared, [0], targets, dtype)
+        sources = as_arrays(shared, [(0, data.size)], segments, dtype, writeable=False)
+        results = as_arrays(shared, [(0, data.size)], targets, dtype)
         shares = split(data.size, self.channel.size)
         return self.submit(shared, shares, dtype, op, sources, results, finish=finish)
 
