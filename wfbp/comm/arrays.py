@@ -6,7 +6,6 @@ import mmap
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +17,8 @@ from wfbp.native import reduce_shards
 Buffer = npt.NDArray[Any]
 """A one-dimensional C-contiguous array; bfloat16 is stored as uint16."""
 
-Arrays = list[tuple[int, Buffer]]
-"""Consecutive arrays, each with the number of its first element in the buffer that they replace."""
+Arrays = tuple[list[int], list[Buffer]]
+"""Consecutive arrays, and the number of each one's first element in the buffer they replace."""
 
 HALF = frozenset({"float16", "bfloat16"})
 """Element types that are accumulated in float32."""
@@ -128,30 +127,35 @@ def as_arrays(
     writeable: bool = True,
 ) -> Arrays:
     """A buffer of adjacent blocks as arrays, with the segments' parts in separate memory."""
+    if not segments:
+        return [0], [data]
     placed = []
     for segment in segments:
         parts = segment.parts(len(shares), dtype, writeable)
         placed.append((segment.start // data.itemsize, parts))
-    arrays, end = [], 0
+    starts, buffers, end = [], [], 0
     for block, (block_start, _) in enumerate(shares):
         for within, parts in placed:
             start = block_start + within
-            arrays += [(end, data[end:start]), (start, parts[block])]
+            starts += [end, start]
+            buffers += [data[end:start], parts[block]]
             end = start + parts[block].size
-    return [*arrays, (end, data[end:])]
+    return [*starts, end], [*buffers, data[end:]]
 
 
 def between(arrays: Arrays, start: int, stop: int) -> list[Buffer]:
     """The non-empty pieces of elements ``start`` to ``stop``.
 
-    >>> between([(0, np.arange(3)), (3, np.arange(3, 5))], 1, 4)
+    >>> between(([0, 3], [np.arange(3), np.arange(3, 5)]), 1, 4)
     [array([1, 2]), array([3])]
     """
-    first_of = itemgetter(0)
-    begin = bisect_right(arrays, start, key=first_of) - 1
+    starts, buffers = arrays
+    if len(starts) == 1:
+        return [buffers[0][start:stop]] if start < stop else []
     pieces = []
-    for first, array in arrays[begin : bisect_left(arrays, stop, key=first_of)]:
-        piece = array[max(start - first, 0) : stop - first]
+    for k in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
+        first = starts[k]
+        piece = buffers[k][max(start - first, 0) : stop - first]
         if piece.size:
             pieces.append(piece)
     return pieces

@@ -321,21 +321,25 @@ class MpiBackend(HostBackend):
     ) -> MpiWork[None]:
         """Combine the ``sources``, if any, of each rank's share, into ``results`` or the buffer;
         every rank gets all results if ``gathers``."""
-        results = [(0, data)] if results is None else results
+        results = ([0], [data]) if results is None else results
         nbytes = 0
         for start, stop in shares:
             nbytes += (stop - start) * data.itemsize
         # Chunks have a piece of every rank's share, so that all ranks work all the time.
         num_chunks = -(-nbytes // self._topology.chunking.chunk_bytes)
-        how = reduction(op, self.size)
+        how, owners, item = (
+            reduction(op, self.size),
+            (self.rank, *self._channel.peers),
+            data.itemsize,
+        )
         tasks = []
         for chunk in range(num_chunks):
             given, places, nbytes = {}, {}, 0
-            for owner in (self.rank, *self._channel.peers):
+            for owner in owners:
                 start, stop = shares[owner]
                 first = start + (stop - start) * chunk // num_chunks
                 last = start + (stop - start) * (chunk + 1) // num_chunks
-                nbytes += (last - first) * data.itemsize
+                nbytes += (last - first) * item
                 places[owner] = between(results, first, last)
                 if sources is not None:
                     given[owner] = between(sources, first, last)

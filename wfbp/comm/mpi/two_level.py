@@ -321,7 +321,7 @@ class TwoLevel:
         finish: Callable[[], None] | None = None,
     ) -> Work[None]:
         """Combine each rank's share by ``op``, if any; every rank gets all if ``gathers``."""
-        sources, results = sources or [(0, data)], results or [(0, data)]
+        sources, results = sources or ([0], [data]), results or ([0], [data])
         num_chunks = max(1, -(-data.nbytes // self.chunk_bytes))
         # Each has a piece of every rank's share, so that all ranks work all the time.
         pieces = [split(stop - start, num_chunks) for start, stop in shares]
