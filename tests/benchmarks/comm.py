@@ -42,7 +42,7 @@ from tests.benchmarks.machine import print_table, thread_seconds, usage
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.mpi.transfers import Chunking
-from wfbp.comm.waiting import Policy, sharp_naps
+from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
 from wfbp.runtime.progress.thread import THREAD_NAME
 from wfbp.runtime.runtime import Runtime
@@ -176,7 +176,7 @@ class Stream:
 
 
 def measure_streams(
-    backend: Backend, bits_per_s: float, num_rounds: int, policy: Policy | None = None
+    backend: Backend, bits_per_s: float, num_rounds: int, nap_s: float | None = None
 ) -> Iterator[Stream]:
     """Time streams in turns; between two hosts each byte crosses once each way.
 
@@ -184,10 +184,12 @@ def measure_streams(
         backend: spoken to by this thread only.
         bits_per_s: what the link can carry, each way.
         num_rounds: of every kind of stream.
-        policy: how to wait, if not as the runtime does.
+        nap_s: of every nap, if not as the runtime does.
     """
     data = np.ones(TOTAL_BYTES // 4, np.float32)
-    waiter = Waiter.watching(backend, policy)
+    waiter = Waiter.watching(backend)
+    if nap_s is not None:
+        waiter.nap_s = lambda urgent, expected_s: nap_s  # type: ignore[method-assign]
     # Bytes that each host must send per byte of message, at the least.
     num_hosts = max(2, backend.size // backend.local_size)
     ideal_s = 2 * (num_hosts - 1) / num_hosts * TOTAL_BYTES * 8 / bits_per_s
@@ -322,13 +324,11 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.rounds < 2:
         parser.error(f"--rounds is {arguments.rounds}: expected at least 2")
-    chunking, policy = None, None
+    chunking = None
     if arguments.chunk_kib:
         nbytes = arguments.chunk_kib << 10
         chunking = Chunking(chunk_bytes=nbytes, window_bytes=arguments.window * nbytes)
-    if arguments.nap_us:
-        nap_s = 1e-6 * arguments.nap_us
-        policy = Policy(spin_s=0.0, short_s=0.0, first_nap_s=nap_s, max_nap_s=nap_s)
+    nap_s = 1e-6 * arguments.nap_us if arguments.nap_us else None
     backend = MpiBackend(chunking=chunking)
     from mpi4py import MPI
 
@@ -343,7 +343,7 @@ def main(argv: Sequence[str]) -> int:
             timings += measure(comm, ways, nbytes, num_rounds)
     streams: list[Stream] = []
     if arguments.gbit:
-        streams += measure_streams(backend, 1e9 * arguments.gbit, arguments.rounds, policy)
+        streams += measure_streams(backend, 1e9 * arguments.gbit, arguments.rounds, nap_s)
     foreign = before.foreign_cores(usage(processes))
     shares = cpu_shares(comm, backend)
     if comm.rank == 0:

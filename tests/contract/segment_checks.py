@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer
-from wfbp.comm.backend import Backend, Segment
+from wfbp.comm.arrays import Buffer, Segment
+from wfbp.comm.backend import Backend
 from wfbp.comm.waiting import wait
 from wfbp.core.types import Op
 

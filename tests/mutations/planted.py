@@ -243,14 +243,14 @@ COMM = [
     ),
     Mutation(
         "comm/mpi/two_level.py",
-        "if before > 0 and not all(",
-        "if before > 0 and not any(",
+        "if any(words[self._row] < needed",
+        "if all(words[self._row] < needed",
         unit("comm/test_two_level"),
     ),
     Mutation(
         "comm/mpi/two_level.py",
-        "return all(flags.reached(peer, self._number, phase) for peer in flags.peers)",
-        "return any(flags.reached(peer, self._number, phase) for peer in flags.peers)",
+        "return all(self._reached(peer, phase) for peer in self._flags.peers)",
+        "return any(self._reached(peer, phase) for peer in self._flags.peers)",
         unit("comm/test_two_level"),
     ),
     Mutation(
@@ -261,8 +261,8 @@ COMM = [
     ),
     Mutation(
         "comm/waiting.py",
-        "if waited_s < self.spin_s and",
-        "if waited_s > self.spin_s and",
+        "if waited_s < SPIN_S and",
+        "if waited_s > SPIN_S and",
         unit("comm/test_waiting"),
     ),
     Mutation(

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer, blocks, combine, typed
-from wfbp.comm.backend import HostBackend, Mailbox, Segment, T, Work, fill, fill_blocks
+from wfbp.comm.arrays import Buffer, Segment, blocks, combine, fill, typed
+from wfbp.comm.backend import HostBackend, Mailbox, T, Work
 from wfbp.core.types import Op, Operation
 from wfbp.errors import PeerError
 
@@ -101,7 +101,7 @@ class EmulatedLink(HostBackend):
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
     ) -> Work[None]:
         data = typed(buffer, dtype)
-        fill(buffer, segments)
+        fill(buffer, [buffer.nbytes], segments, dtype)
 
         def finish() -> None:
             if op in (Op.SUM, Op.PRODUCT):
@@ -118,7 +118,7 @@ class EmulatedLink(HostBackend):
         segments: Sequence[Segment] = (),
     ) -> Work[None]:
         mine = blocks(self.size, buffer, counts, dtype)[self.rank]
-        fill_blocks(buffer, counts, segments, dtype)
+        fill(buffer, counts, segments, dtype)
 
         def finish() -> None:
             if op in (Op.SUM, Op.PRODUCT):

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer, blocks, combine, typed
-from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, T, Work, fill, fill_blocks
+from wfbp.comm.arrays import Buffer, Segment, blocks, combine, fill, typed
+from wfbp.comm.backend import Finished, HostBackend, Mailbox, T, Work
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
 
@@ -169,7 +169,7 @@ class LocalBackend(HostBackend):
                 np.copyto(each, total)
             return [None] * self.size
 
-        fill(buffer, segments)
+        fill(buffer, [buffer.nbytes], segments, dtype)
         signature = (f"all_reduce {op.value}", dtype, buffer.nbytes)
         return self._join(signature, typed(buffer, dtype), buffer.nbytes, finish)
 
@@ -190,7 +190,7 @@ class LocalBackend(HostBackend):
 
         signature = (f"reduce_scatter {op.value}", dtype, *counts)
         parts = blocks(self.size, buffer, counts, dtype)
-        fill_blocks(buffer, counts, segments, dtype)
+        fill(buffer, counts, segments, dtype)
         return self._join(signature, parts, buffer.nbytes, finish)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:

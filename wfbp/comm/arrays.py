@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import mmap
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,9 @@ from wfbp.native import reduce_shards
 
 Buffer = npt.NDArray[Any]
 """A one-dimensional C-contiguous array; bfloat16 is stored as uint16."""
+
+Arrays = tuple[list[int], list[Buffer]]
+"""Consecutive arrays, and the number of each one's first element in the buffer they replace."""
 
 HALF = frozenset({"float16", "bfloat16"})
 """Element types that are accumulated in float32."""
@@ -55,24 +59,106 @@ def blocks(
 ) -> list[Buffer]:
     """Split a buffer into typed blocks of ``counts`` bytes, one per rank; or ``ValueError``."""
     data = typed(buffer, dtype, writeable)
-    check_counts(size, data.nbytes, counts, dtype)
-    parts, end = [], 0
-    for count in counts:
-        start, end = end, end + count // data.itemsize
-        parts.append(data[start:end])
+    parts = []
+    for start, stop in block_ranges(size, data.nbytes, counts, dtype):
+        parts.append(data[start:stop])
     return parts
 
 
-def check_counts(size: int, nbytes: int, counts: Sequence[int], dtype: str) -> None:
-    """Raise ``ValueError`` unless ``counts`` are valid blocks of a buffer of ``nbytes``."""
+def block_ranges(
+    size: int, nbytes: int, counts: Sequence[int], dtype: str = "uint8"
+) -> list[tuple[int, int]]:
+    """First and last element of each rank's block of ``counts`` bytes; ``ValueError`` unless they
+    fill a buffer of ``nbytes``."""
     item = word_dtype(dtype).itemsize
-    if len(counts) != size or any(count < 0 or count % item for count in counts):
+    ranges, end = [], 0
+    for count in counts:
+        if count < 0 or count % item:
+            break
+        start, end = end, end + count // item
+        ranges.append((start, end))
+    if len(counts) != size or len(ranges) != size:
         raise ValueError(
             f"{size} ranks need {size} counts of at least 0 bytes, each a whole number of "
             f"{dtype}, found {list(counts)}"
         )
-    if nbytes != sum(counts):
-        raise ValueError(f"the buffer is of {nbytes} bytes, but counts add up to {sum(counts)}")
+    if nbytes != end * item:
+        raise ValueError(f"the buffer is of {nbytes} bytes, but counts add up to {end * item}")
+    return ranges
+
+
+class Segment(NamedTuple):
+    """Part of a collective's buffer whose data are in separate memory, and are sent without a copy.
+
+    Args:
+        start: first byte in the buffer of an all-reduce, or in each block otherwise.
+        data: the memory, read or written until the work is complete.
+        counts: for buffers of blocks, bytes of each rank's part of ``data``; equal on all ranks.
+        result: where an all-reduce writes the result instead of into the buffer, if
+            ``Backend.copies_segments``; may be ``data``.
+    """
+
+    start: int
+    data: Buffer
+    counts: Sequence[int] = ()
+    result: Buffer | None = None
+
+    def parts(self, num_blocks: int, dtype: str, writeable: bool = True) -> list[Buffer]:
+        """Its part of each block; the buffer of an all-reduce is one block."""
+        if not self.counts:
+            return [typed(self.data, dtype, writeable)]
+        return blocks(num_blocks, self.data, self.counts, dtype, writeable)
+
+
+def fill(buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment], dtype: str) -> None:
+    """Copy the segments into a buffer with blocks of ``counts`` bytes."""
+    whole = blocks(len(counts), buffer.view(np.uint8), counts, "uint8")
+    for segment in segments:
+        parts = segment.parts(len(counts), dtype, writeable=False)
+        for block, part in zip(whole, parts, strict=True):
+            block[segment.start : segment.start + part.nbytes] = part.view(np.uint8)
+
+
+def as_arrays(
+    data: Buffer,
+    shares: Sequence[tuple[int, int]],
+    segments: Sequence[Segment],
+    dtype: str,
+    writeable: bool = True,
+) -> Arrays:
+    """A buffer of adjacent blocks as arrays, with the segments' parts in separate memory."""
+    if not segments:
+        return [0], [data]
+    placed = []
+    for segment in segments:
+        parts = segment.parts(len(shares), dtype, writeable)
+        placed.append((segment.start // data.itemsize, parts))
+    starts, buffers, end = [], [], 0
+    for block, (block_start, _) in enumerate(shares):
+        for within, parts in placed:
+            start = block_start + within
+            starts += [end, start]
+            buffers += [data[end:start], parts[block]]
+            end = start + parts[block].size
+    return [*starts, end], [*buffers, data[end:]]
+
+
+def between(arrays: Arrays, start: int, stop: int) -> list[Buffer]:
+    """The non-empty pieces of elements ``start`` to ``stop``.
+
+    >>> between(([0, 3], [np.arange(3), np.arange(3, 5)]), 1, 4)
+    [array([1, 2]), array([3])]
+    """
+    starts, buffers = arrays
+    if len(starts) == 1:
+        return [buffers[0][start:stop]] if start < stop else []
+    pieces = []
+    for k in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
+        first = starts[k]
+        piece = buffers[k][max(start - first, 0) : stop - first]
+        if piece.size:
+            pieces.append(piece)
+    return pieces
 
 
 def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:

@@ -12,33 +12,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-import numpy as np
-
-from wfbp.comm.arrays import Buffer, blocks, zeroed
+from wfbp.comm.arrays import Buffer, Segment, zeroed
 from wfbp.core.types import Op
 
 T = TypeVar("T")
 
 PROBE_LIMIT = 16 << 20
-
-
-class Segment(NamedTuple):
-    """Part of a collective's buffer whose data are in separate memory, and are sent without a copy.
-
-    Args:
-        start: first byte in the buffer of an all-reduce, or in each block otherwise.
-        data: the memory, read or written until the work is complete.
-        counts: for buffers of blocks, bytes of each rank's part of ``data``; equal on all ranks.
-        result: where an all-reduce writes the result instead of into the buffer, if
-            :meth:`Backend.copies_segments`; may be ``data``.
-    """
-
-    start: int
-    data: Buffer
-    counts: Sequence[int] = ()
-    result: Buffer | None = None
 
 
 class Work(ABC, Generic[T]):
@@ -225,11 +206,8 @@ class HostBackend(Backend):
     def all_to_all(
         self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]
     ) -> Work[None]:
-        """Send every rank its own block.
-
-        Block r of ``outgoing`` (``sent[r]`` bytes) goes to rank r; block r of ``incoming``
-        (``received[r]`` bytes) comes from rank r. The buffers do not overlap.
-        """
+        """Send block r of ``outgoing`` (``sent[r]`` bytes) to rank r, and receive block r of
+        ``incoming`` (``received[r]`` bytes) from there. The buffers do not overlap."""
         raise NotImplementedError
 
     def subset(self, ranks: Sequence[int]) -> HostBackend | None:
@@ -238,11 +216,8 @@ class HostBackend(Backend):
         raise NotImplementedError
 
     def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        """Send bytes to one rank, which must :meth:`receive` as many; not collective.
-
-        Messages with one tag (0 to 16383) arrive in the order of sending. The buffer must not
-        change until the work is complete.
-        """
+        """Send bytes to one rank, which must :meth:`receive` as many; not collective. Messages with
+        one tag (0 to 16383) arrive in the order of sending."""
         raise NotImplementedError
 
     def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
@@ -266,22 +241,3 @@ class Finished(Work[T]):
     @property
     def result(self) -> T:
         return self._result
-
-
-def fill(buffer: Buffer, segments: Sequence[Segment]) -> None:
-    """Copy the segments of an all-reduce into its buffer."""
-    for segment in segments:
-        data = segment.data.view(np.uint8)
-        buffer.view(np.uint8)[segment.start : segment.start + data.size] = data
-
-
-def fill_blocks(
-    buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment], dtype: str
-) -> None:
-    """Copy the segments of a reduce-scatter into its buffer: part r of each into block r."""
-    size = len(counts)
-    whole = blocks(size, buffer.view(np.uint8), counts, "uint8")
-    for segment in segments:
-        parts = blocks(size, segment.data, segment.counts, dtype, writeable=False)
-        for block, part in zip(whole, parts, strict=True):
-            block[segment.start : segment.start + part.nbytes] = part.view(np.uint8)

@@ -56,22 +56,21 @@ class Memory:
     timing = True
     """Whether costly timestamps are wanted; the training thread may change it."""
 
-    now: Callable[[], Stamp]
+    # The clock itself, as there is nothing to order: these are called for every group.
+    now: Callable[[], Stamp] = staticmethod(perf_counter)
     """The present moment in the training thread's work."""
-    produced: Callable[[], Stamp]
+    produced: Callable[[], Stamp] = staticmethod(perf_counter)
     """The same; called when a gradient has just appeared."""
-    join: Callable[[], Stamp]
+    join: Callable[[], Stamp] = staticmethod(perf_counter)
     """Order the training thread's later work after the lane's results."""
-    packed: Callable[[], Stamp]
+    packed: Callable[[], Stamp] = staticmethod(perf_counter)
     """Order the next message after what the lane has packed so far."""
-    ended: Callable[[], Stamp]
+    ended: Callable[[], Stamp] = staticmethod(perf_counter)
     """The moment at which a group ends in the lane's work; monitored until then."""
 
     def __init__(self, backend: Backend, zero_copy_min_bytes: int | None = None) -> None:
         self.backend = backend
         self.zero_copy_min_bytes = zero_copy_min_bytes
-        # The clock itself, as there is nothing to order: these are called for every group.
-        self.now = self.produced = self.join = self.packed = self.ended = perf_counter
 
     def zeros(self, nbytes: int, travels: bool = False) -> Buffer:
         """Zeroed, cache-line-aligned bytes; ``travels``: preferred by its collectives."""
@@ -107,6 +106,7 @@ class Memory:
 
     def trim(self) -> None:
         """Free the memory of plans that are no longer used."""
+        self.backend.trim()
 
     # Under the progress lock.
 

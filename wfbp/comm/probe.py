@@ -79,7 +79,9 @@ def measure_cost(
         """Seconds per message of each stream, and those spent so far, on the slowest rank."""
         parts = _uncached_parts(data, size // 4)
         times = _repeat(backend, start, parts, length, count, await_work)
-        *slowest, spent_s = _together(backend, [*times, time.perf_counter() - begin_s], await_work)
+        mine = json.dumps([*times, time.perf_counter() - begin_s]).encode()
+        payloads = await_work(backend.all_gather_bytes(mine))
+        *slowest, spent_s = map(max, zip(*map(json.loads, payloads), strict=True))
         return slowest, spent_s
 
     # The first messages pay for set-up and cold caches, later ones do not.
@@ -158,9 +160,3 @@ def _repeat(
             await_work(work)
         times.append(stop() / length)
     return times
-
-
-def _together(backend: Backend, times: list[float], await_work: AwaitWork) -> list[float]:
-    """The slowest rank's time of each repetition."""
-    payloads = await_work(backend.all_gather_bytes(json.dumps(times).encode()))
-    return [max(column) for column in zip(*(json.loads(s) for s in payloads), strict=True)]

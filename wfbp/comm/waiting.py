@@ -8,7 +8,7 @@ message; ``expected`` is the duration of the whole operation, which also replace
     not urgent, waited < 2 * expected_s <= 2 * short_s     spin (shorter than a nap)
     otherwise                                              nap
 
-:class:`Policy` has these rules; :class:`Waiter` applies them to the real clock.
+:func:`choose_nap_s` has these rules; :class:`Waiter` applies them to the real clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,59 +27,53 @@ from wfbp.errors import StallError
 
 PR_SET_TIMERSLACK = 29
 PR_GET_TIMERSLACK = 30
+SPIN_S = 1e-3
+"""How long an urgent wait spins after the last progress."""
+SPIN_GAP_S = 2e-3
+"""An urgent wait spins only if steps usually follow within this."""
+CARRIED_SPIN_GAP_S = 2e-4
+"""The same if a network carries data between tests: spinning for longer steps gains nothing."""
+SHORT_S = 100e-6
+"""Operations expected to end within this are spun for even when not urgent."""
+FIRST_NAP_S = 50e-6
+MAX_NAP_S = 1e-3
+NAP_GROWTH = 1.5
+PATIENCE = 4
+"""Factor on naps while training computes: each nap costs it about 50 us of cold caches."""
 GAP_WEIGHT = 0.25
 LATE_S = 0.1
 """A longer step waited for a peer, not for the network, and would distort the gap for good."""
-CARRIED_SPIN_GAP_S = 2e-4
-"""If a network carries data between tests, spinning for longer steps gains nothing."""
 TESTS_PER_LOOK = 4
-PATIENCE = 4
-"""Factor on naps while training computes: each nap costs it about 50 us of cold caches."""
 
 Check = Callable[[float], None]
 """Called with the seconds waited so far; raises if waiting longer is hopeless."""
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """When to spin and how long to nap; naps grow from ``first_nap_s`` by ``growth``."""
-
-    # How long an urgent wait spins after the last progress.
-    spin_s: float = 1e-3
-    # Operations expected to end within this are spun for even when not urgent.
-    short_s: float = 100e-6
-    first_nap_s: float = 50e-6
-    max_nap_s: float = 1e-3
-    growth: float = 1.5
-    # An urgent wait spins only if steps usually follow within this.
-    spin_gap_s: float = 2e-3
-
-    def nap_s(
-        self,
-        waited_s: float,
-        naps: int,
-        urgent: bool,
-        expected_s: float | None = None,
-        gap_s: float | None = None,
-    ) -> float:
-        """Seconds to nap, 0 to spin; ``waited_s`` and ``naps`` count from the last progress."""
-        if urgent:
-            if waited_s < self.spin_s and (gap_s is None or gap_s < self.spin_gap_s):
-                return 0.0
-        elif expected_s is not None and waited_s < 2 * expected_s <= 2 * self.short_s:
+def choose_nap_s(
+    waited_s: float,
+    naps: int,
+    urgent: bool,
+    expected_s: float | None = None,
+    gap_s: float | None = None,
+    spin_gap_s: float = SPIN_GAP_S,
+) -> float:
+    """Seconds to nap, 0 to spin; ``waited_s`` and ``naps`` count from the last progress."""
+    if urgent:
+        if waited_s < SPIN_S and (gap_s is None or gap_s < spin_gap_s):
             return 0.0
-        nap = self.first_nap_s * self.growth ** min(naps, 32)
-        longest = self.max_nap_s
-        step = gap_s if gap_s is not None else expected_s
-        if step is not None and expected_s is not None and waited_s < 2 * expected_s:
-            step = min(step, expected_s)
-        # Until the step is overdue, naps take 1/8 to 1/4 of it (urgent), or 1/2 to all of it.
-        if step is not None and waited_s < 2 * step:
-            share = step / 4
-            if not urgent:
-                share, longest = PATIENCE * share, PATIENCE * longest
-            nap = max(min(nap, share), share / 2, self.first_nap_s)
-        return min(nap, longest)
+    elif expected_s is not None and waited_s < 2 * expected_s <= 2 * SHORT_S:
+        return 0.0
+    nap, longest = FIRST_NAP_S * NAP_GROWTH ** min(naps, 32), MAX_NAP_S
+    step = gap_s if gap_s is not None else expected_s
+    if step is not None and expected_s is not None and waited_s < 2 * expected_s:
+        step = min(step, expected_s)
+    # Until the step is overdue, naps take 1/8 to 1/4 of it (urgent), or 1/2 to all of it.
+    if step is not None and waited_s < 2 * step:
+        share = step / 4
+        if not urgent:
+            share, longest = PATIENCE * share, PATIENCE * longest
+        nap = max(min(nap, share), share / 2, FIRST_NAP_S)
+    return min(nap, longest)
 
 
 class Waiter:
@@ -90,13 +83,13 @@ class Waiter:
 
     def __init__(
         self,
-        policy: Policy | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
         activity: Callable[[], int] = lambda: 0,
         crowded: bool = False,
+        spin_gap_s: float = SPIN_GAP_S,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.policy = policy or Policy()
+        self._spin_gap_s = spin_gap_s
         self._clock = clock
         self._sleep = sleep
         self._progress_s = clock()
@@ -108,12 +101,15 @@ class Waiter:
         self._gap_s: float | None = None
 
     @classmethod
-    def watching(cls, backend: Backend, policy: Policy | None = None) -> Waiter:
+    def watching(cls, backend: Backend, **clock: Any) -> Waiter:
         """A waiter for a backend's works and its duplicates', on this machine."""
-        crowded = backend.local_size > num_cores()
-        if policy is None and (backend.progresses_alone or backend.on_two_levels):
-            policy = Policy(spin_gap_s=CARRIED_SPIN_GAP_S)
-        return cls(policy, activity=partial(getattr, backend, "activity"), crowded=crowded)
+        carried = backend.progresses_alone or backend.on_two_levels
+        return cls(
+            partial(getattr, backend, "activity"),
+            crowded=backend.local_size > num_cores(),
+            spin_gap_s=CARRIED_SPIN_GAP_S if carried else SPIN_GAP_S,
+            **clock,
+        )
 
     def progressed(self) -> None:
         """Record progress, completion or a start: wait attentively again."""
@@ -135,7 +131,7 @@ class Waiter:
         if self._activity() != self._seen:
             self.progressed()
         waited_s = self._clock() - self._progress_s
-        nap = self.policy.nap_s(waited_s, self._naps, urgent, expected_s, self._gap_s)
+        nap = choose_nap_s(waited_s, self._naps, urgent, expected_s, self._gap_s, self._spin_gap_s)
         self._naps += nap > 0
         return nap
 
@@ -161,7 +157,7 @@ def wait(
 ) -> T:
     """Block until a collective is complete, and return its result; ``StallError`` after
     ``timeout_s``. ``check`` is called repeatedly; its error ends the wait."""
-    waiter = waiter or Waiter(activity=lambda: work.activity)
+    waiter = waiter or Waiter(lambda: work.activity)
     waiter.progressed()
     begun_s = time.perf_counter()
     activity = work.activity

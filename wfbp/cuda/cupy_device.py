@@ -65,12 +65,11 @@ class CupyDevice(Device):
     ) -> None:
         self._empty_cache = empty_cache
         self._remedy = remedy
-        self._cupy, self._runtime, self._driver = cupy, runtime, _ = _modules()
+        self._cupy, self._runtime, self._driver = _, runtime, _ = _modules()
         self.index = index
         self._here = threading.local()
         count_devices()  # also lets the driver know of contexts
-        self._ensure_context()
-        with cupy.cuda.Device(index):
+        with self.active():
             self._kernels = self._compiled()
             properties = runtime.getDeviceProperties(index)
         self.name = f"cuda:{index}"
@@ -131,8 +130,7 @@ class CupyDevice(Device):
         return int(self._cupy.cuda.get_current_stream().ptr)
 
     def new_stream(self) -> int:
-        self._ensure_context()
-        with self._cupy.cuda.Device(self.index):
+        with self.active():
             handle = int(self._runtime.streamCreateWithPriority(_NON_BLOCKING, _GREATEST_PRIORITY))
         self._streams.append(weakref.finalize(self, self._runtime.streamDestroy, handle))
         return handle
@@ -149,7 +147,7 @@ class CupyDevice(Device):
         try:
             return (self._timed if timed else self._plain).pop()
         except IndexError:
-            with self._cupy.cuda.Device(self.index):
+            with self.active():
                 return int(self._runtime.eventCreateWithFlags(0 if timed else _DISABLE_TIMING))
 
     def own_event(self, handle: int, timed: bool) -> _CudaEvent:
@@ -157,7 +155,6 @@ class CupyDevice(Device):
         return _CudaEvent(handle, self._timed if timed else self._plain)
 
     def wait(self, stream: int, event: _CudaEvent) -> None:
-        self._ensure_context()
         with self._where(stream):
             self._runtime.streamWaitEvent(stream, event.handle)
 
@@ -175,12 +172,11 @@ class CupyDevice(Device):
         return float(self._runtime.eventElapsedTime(start.handle, end.handle)) * 1e-3
 
     def zeros(self, nbytes: int, stream: int) -> Buffer:
-        self._ensure_context()
         cupy = self._cupy
 
         # CuPy's pool gives memory out again on the stream on which it was taken.
         def take() -> Buffer:
-            with cupy.cuda.Device(self.index), stream_context(cupy, stream):
+            with self.active(), stream_context(cupy, stream):
                 data: Buffer = cupy.zeros(nbytes, cupy.uint8)
             return data
 
@@ -204,14 +200,12 @@ class CupyDevice(Device):
             ) from error
 
     def free_bytes(self) -> int:
-        self._ensure_context()
-        with self._cupy.cuda.Device(self.index):
+        with self.active():
             free, _ = self._runtime.memGetInfo()
             return int(free + self._cupy.get_default_memory_pool().free_bytes())
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        self._ensure_context()
-        with self._cupy.cuda.Device(self.index):
+        with self.active():
             memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
         return np.frombuffer(memory, np.uint8, nbytes)
 
@@ -228,7 +222,6 @@ class CupyDevice(Device):
 
     def copy_bytes(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy between two addresses."""
-        self._ensure_context()
         with self._where(stream):
             self._runtime.memcpyAsync(to, source, nbytes, _COPY_ANY_WAY, stream)
 
@@ -242,10 +235,8 @@ class CupyDevice(Device):
         tensor_dtype: str = "",
         unpack_stream: int | None = None,
     ) -> DevicePackTable:
-        self._ensure_context()
-
         def take() -> DevicePackTable:
-            with self._cupy.cuda.Device(self.index):
+            with self.active():
                 return DevicePackTable(
                     self._kernels,
                     self.address(buffer),
@@ -263,18 +254,17 @@ class CupyDevice(Device):
     def is_capturing(self, stream: int) -> bool:
         if stream <= _LEGACY:  # cannot be captured, nor asked while another one is
             return False
-        self._ensure_context()
         with self._where(stream):
             return bool(self._runtime.streamIsCapturing(stream))
 
     def trim(self) -> None:
-        self._ensure_context()
-        with self._cupy.cuda.Device(self.index):
+        with self.active():
             self._cupy.get_default_memory_pool().free_all_blocks()
             self._cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     def _where(self, stream: int) -> AbstractContextManager[None]:
         """Within it, the stream's handle refers to this device."""
+        self._ensure_context()
         return self.active() if stream <= _LAST_OF_CURRENT else nullcontext()
 
     @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +133,8 @@ class CudaKernels:
             self._launch(function.ptr, *grid, *block, 0, stream, ctypes.addressof(listed), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """Slots ``first`` to ``last`` (at most :data:`CAPACITY`), and the blocks that move them."""
-
-    first: int
-    last: int
-    num_blocks: int
-    arguments: npt.NDArray[Any]
-    tensors: npt.NDArray[np.int64]
-    address: int
+_Launch = tuple[slice, int, npt.NDArray[Any]]
+"""At most :data:`CAPACITY` slots, the blocks that move them, and the kernel's arguments."""
 
 
 class DevicePackTable:
@@ -198,11 +189,12 @@ class DevicePackTable:
     def _run(self, source: str, target: str, packs: bool, scale: float, stream: int) -> None:
         plain = source == target and scale == 1.0
         name = "copy" if plain else kernel_name(source, target)
-        for launch in self._launches:
-            launch.arguments["scale"] = scale
-            launch.arguments["packs"] = packs
-            launch.tensors[:] = self.pointers[launch.first : launch.last]
-            self._kernels.launch(name, launch.num_blocks, launch.address, stream)
+        for slots, num_blocks, arguments in self._launches:
+            arguments["scale"] = scale
+            arguments["packs"] = packs
+            arguments["tensors"][: slots.stop - slots.start] = self.pointers[slots]
+            address = arguments.__array_interface__["data"][0]
+            self._kernels.launch(name, num_blocks, address, stream)
 
 
 def _check_slots(
@@ -252,22 +244,18 @@ def _tiles(
     return tiles, blocks
 
 
-def _launches(
-    blocks: npt.NDArray[np.int64], tiles: int, buffer: int, item: int
-) -> tuple[_Launch, ...]:
+def _launches(blocks: npt.NDArray[np.int64], tiles: int, buffer: int, item: int) -> list[_Launch]:
     """One launch per :data:`CAPACITY` slots that have any tiles."""
     launches = []
     done = 0
     for first in range(0, len(blocks), CAPACITY):
-        last = min(first + CAPACITY, len(blocks))
-        num_blocks = int(blocks[first:last].sum())
+        slots = slice(first, min(first + CAPACITY, len(blocks)))
+        num_blocks = int(blocks[slots].sum())
         if num_blocks:
             arguments = np.zeros((), ARGUMENTS)
             arguments["tiles"] = tiles + done * TILE.itemsize
             arguments["buffer"] = buffer
             arguments["item"] = item
-            tensors = arguments["tensors"][: last - first]
-            address = arguments.ctypes.data
-            launches.append(_Launch(first, last, num_blocks, arguments, tensors, address))
+            launches.append((slots, num_blocks, arguments))
         done += num_blocks
-    return tuple(launches)
+    return launches

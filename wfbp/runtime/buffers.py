@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer, MemoryAt, storage_dtype
-from wfbp.comm.backend import Segment, Work
+from wfbp.comm.arrays import Buffer, MemoryAt, Segment, storage_dtype
+from wfbp.comm.backend import Work
 from wfbp.comm.memory import Memory, SlotTable
 from wfbp.core.plan import Plan, aligned, layout
 from wfbp.core.types import Op, Operation, TensorSpec, item_bytes, wire_type

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -174,12 +175,12 @@ def test_a_python_without_the_call_has_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_where_memory_cannot_be_given_back_there_is_none(
     monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    def discard(mapping: shm_memory.Mapping, start: int, nbytes: int) -> None:
+    def discard(mapped: mmap.mmap, start: int, nbytes: int) -> None:
         if answer == "refuses":
             raise OSError("not here")
 
     connected(2)
-    monkeypatch.setattr(shm_memory.Mapping, "discard", discard)
+    monkeypatch.setattr(shm_memory, "discard", discard)
     comm = ThreadComm(2)
     assert comm.run(lambda: SharedMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.host_ranks import WINDOW, channel, connected, group, plain_channel
-from wfbp.comm.arrays import Buffer
-from wfbp.comm.backend import Segment
+from wfbp.comm.arrays import Buffer, Segment
 from wfbp.comm.mpi.shm_memory import NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import MpiWork
@@ -50,9 +49,7 @@ def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
                     slot[:] = -1
                     segments.append(Segment(4 * start, source, (), result))
                 pieces.append(slot if result is None else result)
-            levels, line = channels[r]
-            tasks = levels.tasks_of_reduction(buffer, segments, "int32", Op.SUM)
-            works[r].append(line.submit(buffer.nbytes, tasks))
+            works[r].append(channels[r][0].all_reduce(buffer, "int32", Op.SUM, segments))
             results[r].append(pieces)  # type: ignore[arg-type]
     chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
     # A rank's works move on together; then each in turn, as often as anything could take.
@@ -82,10 +79,9 @@ def ready(size: int, numel: int) -> tuple[list[SharedMemory], list[Buffer], list
     for rank, memory in enumerate(memories):
         buffer = memory.zeros(4 * numel).view(np.int32)
         buffer[:] = rank + 1
-        levels, line = channel(memory, rank, size)
-        tasks = levels.tasks_of_reduction(buffer, [], "int32", Op.SUM)
-        assert len(tasks) == 1
-        works.append(line.submit(buffer.nbytes, tasks))
+        levels, _ = channel(memory, rank, size)
+        works.append(levels.all_reduce(buffer, "int32", Op.SUM, []))
+        assert works[-1].remaining == 1
         buffers.append(buffer)
     return memories, buffers, works
 
@@ -96,8 +92,7 @@ def test_who_rests_wakes_when_the_other_rank_is_ready() -> None:
     lines = [channel(memory, rank, 2) for rank, memory in enumerate(memories)]
 
     def begin(rank: int) -> MpiWork[None]:
-        levels, line = lines[rank]
-        return line.submit(4 << 10, levels.tasks_of_reduction(buffers[rank], [], "int32", Op.SUM))
+        return lines[rank][0].all_reduce(buffers[rank], "int32", Op.SUM, [])
 
     first, one = begin(0), lines[0][1].group
     assert not first.test()
@@ -133,7 +128,7 @@ def test_a_rank_that_gave_up_is_not_read(size: int, monkeypatch: pytest.MonkeyPa
         if task._flags.rank == late and owner == 0:
             for work in others * 3:
                 assert not work.test()
-            assert all(task._flags.reached(rank, task._number, 3) for rank in range(late))
+            assert all(task._reached(rank, 3) for rank in range(late))
             memories[0].withdraw()
             buffers[0][:] = -1
         deliver(task, owner)
@@ -165,11 +160,10 @@ def test_more_tasks_than_there_are_rows(data: st.DataObject) -> None:
     works: list[list[MpiWork[None]]] = [[] for _ in range(size)]
     buffers: list[list[Buffer]] = [[] for _ in range(size)]
     for number in range(150):
-        for rank, (levels, line) in enumerate(lines):
+        for rank, (levels, _) in enumerate(lines):
             buffer = memories[rank].zeros(80).view(np.int32)
             buffer[:] = number * (rank + 1)
-            tasks = levels.tasks_of_reduction(buffer, [], "int32", Op.SUM)
-            works[rank].append(line.submit(80, tasks))
+            works[rank].append(levels.all_reduce(buffer, "int32", Op.SUM, []))
             buffers[rank].append(buffer)
     chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
     for rank in [*chance.integers(size, size=30), *list(range(size)) * 30]:
@@ -183,21 +177,23 @@ def test_more_tasks_than_there_are_rows(data: st.DataObject) -> None:
 def test_sizes_beyond_four_gigabytes_are_cut_and_announced() -> None:
     """By arithmetic alone: nothing of it is touched."""
     memory = connected(1)[0]
-    levels, _ = channel(memory, 0, 1, replace(WINDOW, window_bytes=1 << 29))
+    levels, line = channel(memory, 0, 1, replace(WINDOW, window_bytes=1 << 29))
     try:
         low, buffer = memory.zeros(3 << 30), memory.zeros(5 << 30)
     except MemoryError:
         pytest.skip("this machine has less memory")
     data = buffer.view(np.float32)
     assert memory.offset(buffer) - memory.offset(low) == 3 << 30
-    tasks = levels.tasks_of_reduction(
-        data, [Segment(9 << 29, buffer[9 << 29 :])], "float32", Op.SUM
-    )
-    assert [task.nbytes for task in tasks] == [1 << 28] * 20
-    last = tasks[-1]
+    start = line._fill
+    line._fill = lambda: None  # type: ignore[method-assign]
+    levels.all_reduce(data, "float32", Op.SUM, [Segment(9 << 29, buffer[9 << 29 :])])
+    assert [task.nbytes for task in line.queue] == [1 << 28] * 20
+    bounds = [task._bounds for task in line.queue]  # type: ignore[attr-defined]
+    assert bounds == [[(k << 26, (k + 1) << 26)] for k in range(20)]
+    last = line.queue[-1]
     assert isinstance(last, TwoLevelTask)
-    assert (last._parts[0].start, last._parts[0].data.nbytes) == (0, 1 << 28)
-    assert [len(task._parts) for task in tasks] == [0] * 18 + [1] * 2  # type: ignore[attr-defined]
-    last.start()
-    announced = last._flags.view(0, 20, 0, 8)
-    assert memory.offset(announced) == memory.offset(buffer) + 19 * (1 << 28)
+    line.queue.clear()
+    line.queue.append(last)
+    start()
+    announced = last._view(0, 0, 8)
+    assert memory.offset(announced) == memory.offset(buffer)

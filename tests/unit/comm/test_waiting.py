@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from tests.support.local import LocalBackend, LocalWorld
 from wfbp.comm.backend import Finished, Work
-from wfbp.comm.waiting import PATIENCE, Policy, Waiter, sharp_naps, wait
+from wfbp.comm.waiting import (
+    FIRST_NAP_S,
+    MAX_NAP_S,
+    NAP_GROWTH,
+    PATIENCE,
+    SPIN_S,
+    Waiter,
+    choose_nap_s,
+    sharp_naps,
+    wait,
+)
 from wfbp.errors import StallError
 
 TURN_S = 1e-6
@@ -59,7 +69,7 @@ def test_a_peer_late_by_three_seconds_costs_few_looks(urgent: bool) -> None:
     idle_until(clock, 3.0, waiter, urgent)
     # At about 20 us per nap, 10% of a core is 15,000 naps in three seconds.
     assert len(clock.naps) < 4000
-    assert clock.naps[-1] == Policy().max_nap_s
+    assert clock.naps[-1] == MAX_NAP_S
     assert 3.0 - sum(clock.naps) < 0.02
 
 
@@ -115,10 +125,9 @@ def test_an_operation_that_is_shorter_than_the_usual_step_is_looked_at_when_it_s
 @pytest.mark.parametrize("urgent", [True, False])
 def test_naps_begin_short_where_a_step_of_a_long_operation_is_overdue(urgent: bool) -> None:
     """In shared memory steps follow one another within microseconds, until a peer is late."""
-    policy = Policy()
     waited_s, gap_s = 2e-3, 10e-6
-    naps_s = [policy.nap_s(waited_s, k, urgent, expected_s=8e-3, gap_s=gap_s) for k in range(3)]
-    assert naps_s == [policy.first_nap_s * policy.growth**k for k in range(3)]
+    naps_s = [choose_nap_s(waited_s, k, urgent, expected_s=8e-3, gap_s=gap_s) for k in range(3)]
+    assert naps_s == [FIRST_NAP_S * NAP_GROWTH**k for k in range(3)]
 
 
 @pytest.mark.parametrize("gap_s", [0.5e-3, 4e-3, 50e-3])
@@ -133,9 +142,9 @@ def test_a_link_is_kept_busy_without_a_busy_core(urgent: bool, gap_s: float) -> 
     idle_until(clock, start_s + 100 * gap_s, waiter, urgent)
     if clock.naps:
         most_s = gap_s / 3 if urgent else 1.01 * gap_s
-        assert max(clock.naps) <= max(most_s, Policy().first_nap_s)
-    if not urgent or gap_s > 2 * Policy().spin_s:
-        assert len(clock.naps) <= 100 * max(12, gap_s / Policy().max_nap_s + 8)
+        assert max(clock.naps) <= max(most_s, FIRST_NAP_S)
+    if not urgent or gap_s > 2 * SPIN_S:
+        assert len(clock.naps) <= 100 * max(12, gap_s / MAX_NAP_S + 8)
         assert sum(clock.naps) > 0.9 * 100 * gap_s
 
 
@@ -157,8 +166,8 @@ class Network(LocalBackend):
 def test_nobody_spins_for_steps_of_a_network(gap_s: float) -> None:
     """At 1 Gbit/s there are 128 KB from one to the next; a rank spun all the time."""
     clock = Clock()
-    watching = Waiter.watching(Network(Steps(clock, gap_s)))
-    waiter = Waiter(watching.policy, clock=clock, sleep=clock.sleep, activity=Steps(clock, gap_s))
+    network = Network(Steps(clock, gap_s))
+    waiter = Waiter.watching(network, clock=clock, sleep=clock.sleep)
     idle_until(clock, 20 * gap_s, waiter, urgent=True)
     clock.naps.clear()
     start_s = clock.now_s
@@ -206,12 +215,11 @@ def test_a_step_for_which_a_peer_was_late_is_not_a_gap() -> None:
 def test_naps_are_within_their_limits(
     waited_s: float, naps: int, urgent: bool, expected_s: float | None, gap_s: float | None
 ) -> None:
-    policy = Policy()
-    nap_s = policy.nap_s(waited_s, naps, urgent, expected_s, gap_s)
-    longest_s = policy.max_nap_s * (1 if urgent else PATIENCE)
-    assert nap_s == 0 or policy.first_nap_s <= nap_s <= longest_s
+    nap_s = choose_nap_s(waited_s, naps, urgent, expected_s, gap_s)
+    longest_s = MAX_NAP_S * (1 if urgent else PATIENCE)
+    assert nap_s == 0 or FIRST_NAP_S <= nap_s <= longest_s
     if nap_s == 0:
-        assert waited_s < policy.spin_s
+        assert waited_s < SPIN_S
 
 
 class _After(Work[str]):

@@ -6,14 +6,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import lru_cache
 
 import numpy as np
 
-from wfbp.comm.arrays import Buffer, check_counts
-from wfbp.comm.backend import PROBE_LIMIT, Backend, HostBackend, Segment, Work
+from wfbp.comm.arrays import Buffer, Segment, block_ranges
+from wfbp.comm.backend import PROBE_LIMIT, Backend, Finished, HostBackend, Work
 from wfbp.comm.device.device import Device, Event
+from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.core.types import Op
 
 _NAP_S = 10e-6
@@ -25,12 +25,41 @@ _PART_OF_FREE = 4
 
 
 class DeviceWork(Work[None]):
-    """A collective on a device's buffer; ``test()`` is True once it is complete on the device."""
+    """A collective on ``data``, bytes of a device; ``test()`` is True once it is complete there.
+    ``beside``: a message on the host that belongs to it."""
 
-    @abstractmethod
+    def __init__(self, backend: DeviceBackend, data: Buffer) -> None:
+        self._backend = backend
+        self.data = data
+        self.nbytes = data.nbytes
+        self.beside: Work[None] = Finished(None)
+        self._end: Event | None = None
+
+    def conclude(self) -> None:
+        """Everything is enqueued on the backend's stream."""
+        # Polled instead of synchronized: the host must not block while it holds the progress lock.
+        self._end = self._backend.device.record(self._backend.stream)
+
+    @property
+    def activity(self) -> int:
+        return self._backend.activity + self.beside.activity + (self._end is not None)
+
     def issued(self) -> bool:
         """Advance the host's part; True once later work on the stream finds the result. After
         ``BackendError``, because the library below failed, the work is over."""
+        if self._end is None:
+            self._backend.progress()
+        return self.beside.test() and self._end is not None
+
+    def test(self) -> bool:
+        if not self.issued():
+            if self._end is None and self._backend.order is not None:
+                self._backend.order.advance_others()
+            return False
+        if self._backend.device.done(self._end):
+            return True
+        self._backend.check()
+        return False
 
 
 class DeviceBackend(Backend):
@@ -38,20 +67,19 @@ class DeviceBackend(Backend):
     enqueued in order on :attr:`stream`, and read a buffer when the stream reaches them. Payloads
     use ``host``, a backend over the same ranks for this object alone."""
 
+    order: LaunchOrder | None = None
+    """Decides when a collective's turn among all lanes has come; this backend is its ``lane``."""
+    lane = 0
+
     def __init__(self, device: Device, host: HostBackend) -> None:
         self.device = device
         self.host = host
         self.stream = device.new_stream()
+        self.packing = device.new_stream()
+        """The stream for work before collectives: it does not wait for those under way."""
         self._packed: Event | None = None
-        self.in_order: Callable[[Callable[[], DeviceWork], int], DeviceWork] | None = None
-        """Starts a collective of so many bytes when its turn among all lanes has come."""
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size = host.local_rank, host.local_size
-
-    @cached_property
-    def packing(self) -> int:
-        """The stream for work before collectives: it does not wait for those under way."""
-        return self.device.new_stream()
 
     def probe_limit(self) -> int:
         part_of_free = self.device.free_bytes() // _PART_OF_FREE
@@ -86,6 +114,11 @@ class DeviceBackend(Backend):
 
         return stop
 
+    def progress(self) -> None:
+        """Advance the host's part of all collectives."""
+        if self.order is not None:
+            self.order.progress()
+
     @abstractmethod
     def check(self) -> None:
         """Raise ``BackendError`` if a collective has failed that no work reports."""
@@ -95,20 +128,16 @@ class DeviceBackend(Backend):
         """End collectives that wait for other ranks, unfinished, so that the device is free."""
 
     @abstractmethod
-    def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
-        """Combine at least one byte among at least two ranks."""
+    def _all_reduce(self, work: DeviceWork, dtype: str, op: Op) -> None:
+        """Combine at least one byte; conclude the work once all is enqueued, now or later."""
 
     @abstractmethod
-    def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
+    def _reduce_scatter(self, work: DeviceWork, blocks: Blocks, dtype: str, op: Op) -> None:
         """Combine adjacent blocks of bytes."""
 
     @abstractmethod
-    def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
+    def _all_gather(self, work: DeviceWork, blocks: Blocks) -> None:
         """Fill adjacent blocks of bytes."""
-
-    @abstractmethod
-    def _nothing(self) -> DeviceWork:
-        """The work of an empty collective."""
 
     def zeros(self, nbytes: int) -> Buffer:
         return self.device.zeros(nbytes, self.stream)
@@ -117,8 +146,7 @@ class DeviceBackend(Backend):
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
     ) -> DeviceWork:
         assert not segments, "tensors on devices are packed"
-        data = raw(buffer)
-        return self._launch(lambda: self._all_reduce(data, dtype, op), data.nbytes)
+        return self._launch(buffer, lambda work: self._all_reduce(work, dtype, op))
 
     def reduce_scatter(
         self,
@@ -129,56 +157,50 @@ class DeviceBackend(Backend):
         segments: Sequence[Segment] = (),
     ) -> DeviceWork:
         assert not segments, "tensors on devices are packed"
-        data = raw(buffer)
-        blocks = Blocks.of(self.size, data.nbytes, tuple(counts), dtype)
-        return self._launch(lambda: self._reduce_scatter(data, blocks, dtype, op), blocks.total)
+        blocks = Blocks.of(self.size, buffer.nbytes, tuple(counts), dtype)
+        return self._launch(buffer, lambda work: self._reduce_scatter(work, blocks, dtype, op))
 
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> DeviceWork:
         assert not segments, "tensors on devices are packed"
-        data = raw(buffer)
-        blocks = Blocks.of(self.size, data.nbytes, tuple(counts), "uint8")
-        return self._launch(lambda: self._all_gather(data, blocks), blocks.total)
+        blocks = Blocks.of(self.size, buffer.nbytes, tuple(counts), "uint8")
+        return self._launch(buffer, lambda work: self._all_gather(work, blocks))
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         return self.host.all_gather_bytes(payload)
 
-    def _launch(self, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
+    def _launch(self, buffer: Buffer, start: Callable[[DeviceWork], None]) -> DeviceWork:
         """Start a collective after its packing, when its turn has come."""
+        work = DeviceWork(self, buffer if buffer.dtype == np.uint8 else buffer.view(np.uint8))
         packed, self._packed = self._packed, None
 
-        def launch() -> DeviceWork:
+        def launch() -> None:
             if packed is not None:
                 self.device.wait(self.stream, packed)
-            return start() if nbytes else self._nothing()
+            if work.nbytes:
+                start(work)
+            else:
+                work.conclude()
 
-        return launch() if self.in_order is None else self.in_order(launch, nbytes)
-
-
-def raw(buffer: Buffer) -> Buffer:
-    """A device buffer's bytes."""
-    return buffer if buffer.dtype == np.uint8 else buffer.view(np.uint8)
+        if self.order is None:
+            launch()
+        else:
+            self.order.launch(self.lane, launch)
+        return work
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Bytes and first byte of each rank's block of a buffer."""
+    """First and last byte of each rank's block of a buffer."""
 
     # Numbers, not slices: CuPy takes microseconds to slice, for every rank in every step.
-    counts: tuple[int, ...]
-    starts: tuple[int, ...]
-    total: int
+    ranges: tuple[tuple[int, int], ...]
     are_equal: bool
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def of(size: int, nbytes: int, counts: tuple[int, ...], dtype: str) -> Blocks:
         """The blocks of a buffer of ``nbytes``; ``ValueError`` if a size does not fit."""
-        check_counts(size, nbytes, counts, dtype)
-        starts = tuple(accumulate(counts, initial=0))
-        return Blocks(counts, starts[:-1], starts[-1], len(set(counts)) <= 1)
-
-    def cut(self, data: Buffer) -> list[Buffer]:
-        """One block of bytes per rank."""
-        return [data[a : a + n] for a, n in zip(self.starts, self.counts, strict=True)]
+        block_ranges(size, nbytes, counts, dtype)
+        return Blocks(tuple(block_ranges(size, nbytes, counts)), len(set(counts)) <= 1)

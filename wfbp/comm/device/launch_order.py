@@ -12,12 +12,10 @@ import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
 from wfbp.comm.backend import HostBackend, Mailbox
-from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.waiting import Check, wait
 
 
@@ -27,7 +25,11 @@ class _Lane:
 
     num_launched: int = 0
     num_free: int = 0
-    waiting: deque[OrderedWork] = field(default_factory=deque)
+    waiting: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def launch_next(self) -> None:
+        self.num_launched += 1
+        self.waiting.popleft()()
 
 
 class LaunchOrder:
@@ -43,13 +45,9 @@ class LaunchOrder:
         """Lane numbers: on rank 0 as they became ready, elsewhere as rank 0 sent them."""
 
     def admit(
-        self,
-        carrier: DeviceBackend,
-        host: HostBackend,
-        timeout_s: float | None = None,
-        check: Check | None = None,
-    ) -> None:
-        """Add a lane that has sent nothing yet. Collective and blocking."""
+        self, host: HostBackend, timeout_s: float | None = None, check: Check | None = None
+    ) -> int:
+        """Add a lane that has sent nothing yet, and return its number. Collective and blocking."""
         # A rank may be in the middle of a step: what any rank has launched of the first lane is
         # launched on all ranks before the order begins.
         if len(self._lanes) == 1:
@@ -57,22 +55,20 @@ class LaunchOrder:
             counts = wait(host.all_gather_bytes(mine), timeout_s=timeout_s, check=check)
             self._lanes[0].num_free = max(map(json.loads, counts))
             self._mailbox = host.mailbox()
-        carrier.in_order = partial(self._launch, len(self._lanes))
         self._lanes.append(_Lane())
+        return len(self._lanes) - 1
 
-    def _launch(self, number: int, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
+    def launch(self, number: int, start: Callable[[], None]) -> None:
         """Start a lane's next collective when its turn has come."""
         lane = self._lanes[number]
+        lane.waiting.append(start)
         # One lane's collectives are launched in the same order on all ranks anyway.
         if self._mailbox is None:
-            lane.num_launched += 1
-            return start()
-        work = OrderedWork(self, start, nbytes)
-        lane.waiting.append(work)
+            lane.launch_next()
+            return
         if self._rank == 0:
             self._turns.append(number)
         self.progress()
-        return work
 
     def progress(self) -> None:
         """Launch the collectives whose turn it is."""
@@ -80,69 +76,28 @@ class LaunchOrder:
         if self._rank:
             for _, payload in self._mailbox.receive():
                 self._turns.extend(np.frombuffer(payload, np.uint32).tolist())
-        if not self._catch_up():
-            return
-        due = self._due()
+        # First those that other ranks had launched when the order began.
+        first = self._lanes[0]
+        while first.num_launched < first.num_free:
+            if not first.waiting:
+                return
+            if self._rank == 0:
+                self._turns.remove(0)
+            first.launch_next()
+        # A turn whose collective is not ready here holds up all later ones: that is the order.
+        due: list[int] = []
+        left = [len(lane.waiting) for lane in self._lanes]
+        while self._turns and left[self._turns[0]]:
+            left[self._turns[0]] -= 1
+            due.append(self._turns.popleft())
         if self._rank == 0 and due:  # before launching, which may wait for other ranks
             payload = np.asarray(due, np.uint32).tobytes()
             for peer in range(1, self._size):
                 self._mailbox.send(peer, payload)
         for number in due:
-            self._launch_next(self._lanes[number])
-
-    def _catch_up(self) -> bool:
-        """Launch what other ranks had launched when the order began; whether that is done."""
-        first = self._lanes[0]
-        while first.waiting and first.num_launched < first.num_free:
-            if self._rank == 0:
-                self._turns.remove(0)
-            self._launch_next(first)
-        return first.num_launched >= first.num_free
-
-    def _due(self) -> list[int]:
-        """Remove and return the turns whose collectives are ready."""
-        due: list[int] = []
-        # A turn whose collective is not ready here holds up all later ones: that is the order.
-        left = [len(lane.waiting) for lane in self._lanes]
-        while self._turns and left[self._turns[0]]:
-            left[self._turns[0]] -= 1
-            due.append(self._turns.popleft())
-        return due
-
-    @staticmethod
-    def _launch_next(lane: _Lane) -> None:
-        lane.num_launched += 1
-        lane.waiting.popleft().launch()
+            self._lanes[number].launch_next()
 
     def close(self) -> None:
         """Close the mailbox. Collective; no collective may wait for its turn."""
         if self._mailbox is not None:
             self._mailbox.close()
-
-
-class OrderedWork(DeviceWork):
-    """A collective that is launched in its turn."""
-
-    def __init__(self, order: LaunchOrder, start: Callable[[], DeviceWork], nbytes: int) -> None:
-        self._order = order
-        self._start = start
-        self._work: DeviceWork | None = None
-        self.nbytes = nbytes
-
-    def launch(self) -> None:
-        """Start it; its turn has come."""
-        self._work = self._start()
-
-    @property
-    def activity(self) -> int:
-        return 0 if self._work is None else 1 + self._work.activity
-
-    def issued(self) -> bool:
-        if self._work is None:
-            self._order.progress()
-        return self._work is not None and self._work.issued()
-
-    def test(self) -> bool:
-        if not self.issued() and self._work is None:
-            self._order.advance_others()
-        return self._work is not None and self._work.test()

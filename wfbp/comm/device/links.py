@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -35,23 +35,23 @@ class DeviceLinks:
     """The device backends of one runtime, and their launch orders. Used under the progress lock."""
 
     def __init__(self, owner: Owner) -> None:
-        self._where, self._timeout_s = owner.where, owner.config.timeout_s
-        self._check = partial(owner.check_measurement, CONNECTING)
-        self._advance_lanes: Callable[[], None] = owner.thread.loop.advance_lanes
+        self._owner = owner
         self._orders: dict[int, LaunchOrder] = {}  # by device
         self.backends: dict[tuple[int, int], DeviceBackend] = {}
         """By lane and device, in order of making, the same on every rank."""
 
     def connect_lane(self, number: int, device: Device, host: HostBackend) -> DeviceBackend:
         """Connect the devices of a lane's ranks; collective."""
-        device.where = self._where
-        timeout_s = self._timeout_s
-        backend = connect(device, host, timeout_s, self._check)
+        owner = self._owner
+        device.where, timeout_s = owner.where, owner.config.timeout_s
+        check = partial(owner.check_measurement, CONNECTING)
+        backend = connect(device, host, timeout_s, check)
         if isinstance(backend, NcclBackend):
             order = self._orders.setdefault(
-                id(device), LaunchOrder(host.rank, host.size, self._advance_lanes)
+                id(device), LaunchOrder(host.rank, host.size, owner.thread.loop.advance_lanes)
             )
-            order.admit(backend, host, timeout_s, self._check)
+            backend.lane = order.admit(host, timeout_s, check)
+            backend.order = order
         self.backends[number, id(device)] = backend
         return backend
 

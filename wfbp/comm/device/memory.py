@@ -56,8 +56,6 @@ class DeviceMemory(Memory):
         self._deliveries: list[SlotTable] = []
         self._undone: deque[tuple[Event, float]] = deque()
         self._next_check = 0.0
-        self.now, self.produced, self.join = self._now, self._produced, self._join
-        self.packed, self.ended = self._packed, self._ended
 
     def zeros(self, nbytes: int, travels: bool = False) -> Buffer:
         return self._device.zeros(nbytes, self._packing)
@@ -83,9 +81,6 @@ class DeviceMemory(Memory):
     def copy(self, target: Buffer, source: Buffer) -> None:
         self._device.copy(target, source, self._device.current_stream())
 
-    def trim(self) -> None:
-        self._device.trim()
-
     # Under the progress lock.
 
     def settle(self) -> None:
@@ -103,19 +98,20 @@ class DeviceMemory(Memory):
     def _packing_stamp(self) -> Stamp:
         return self._device.record(self._packing, timed=True) if self.timing else 0.0
 
-    def _packed(self) -> Stamp:
+    def packed(self) -> Stamp:
         stamp = self._packing_stamp()
         self.backend.follow_packing()
         return stamp
 
-    def _ended(self) -> Stamp:
+    def ended(self) -> Stamp:
         end = self._device.record(self._stream, timed=self.timing)
         self._undone.append((end, time.monotonic()))
         return end
 
     def with_flags(self, work: Work[None], flags: Buffer) -> Work[None]:
         assert isinstance(work, DeviceWork)
-        return _MessageAndFlags(work, self._host.all_reduce(flags, "uint8", Op.MAX))
+        work.beside = self._host.all_reduce(flags, "uint8", Op.MAX)
+        return work
 
     def deliver(self, table: SlotTable) -> None:
         self._deliveries.append(table)
@@ -163,7 +159,7 @@ class DeviceMemory(Memory):
     def updates(self) -> Dependencies:
         return [self._device.record(self._device.current_stream())]
 
-    def _join(self) -> Stamp:
+    def join(self) -> Stamp:
         device = self._device
         self._home = device.current_stream()
         # The lane is done with the step, and leaves its stream to this thread.
@@ -175,7 +171,7 @@ class DeviceMemory(Memory):
         for stream in {self._home, *self._producers}:
             device.wait(stream, event)
         self._producers.clear()
-        return self._now()
+        return self.now()
 
     def await_arrival(self, end: Stamp) -> None:
         for stream in {self._home, self._device.current_stream()}:
@@ -199,10 +195,10 @@ class DeviceMemory(Memory):
         """Seconds from the start of its step, plus one; 0 stays 0."""
         return 1.0 + self._device.seconds(begun, stamp) if stamp else 0.0
 
-    def _now(self) -> Stamp:
+    def now(self) -> Stamp:
         return self._device.record(self._device.current_stream(), timed=True)
 
-    def _produced(self) -> Stamp:
+    def produced(self) -> Stamp:
         stream = self._device.current_stream()
         if not self._begun:
             self._refuse_capture(stream)
@@ -218,22 +214,3 @@ class DeviceMemory(Memory):
                 "graph, which other ranks cannot take part in; capture the model alone "
                 "(torch.cuda.make_graphed_callables), and call backward() and step() outside"
             )
-
-
-class _MessageAndFlags(DeviceWork):
-    """A message on the device and flags on the host."""
-
-    def __init__(self, message: DeviceWork, flags: Work[None]) -> None:
-        self._message = message
-        self._flags = flags
-        self.nbytes = message.nbytes
-
-    @property
-    def activity(self) -> int:
-        return self._message.activity + self._flags.activity
-
-    def issued(self) -> bool:
-        return bool(self._message.issued() & self._flags.test())
-
-    def test(self) -> bool:
-        return bool(self._message.test() & self._flags.test())

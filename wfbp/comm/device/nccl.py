@@ -14,13 +14,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import HostBackend, Work
 from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
-from wfbp.comm.device.device import Device, Event
+from wfbp.comm.device.device import Device
 from wfbp.comm.waiting import Check, wait
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
@@ -81,47 +81,40 @@ class NcclBackend(DeviceBackend):
         if host.local_rank == 0:
             log.info("%s: NCCL %d", self._who, nccl.get_version())
 
-    def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
-        address = self.device.address(data)
-        count = data.nbytes // item_bytes(dtype)
+    def _all_reduce(self, work: DeviceWork, dtype: str, op: Op) -> None:
+        address = self.device.address(work.data)
+        count = work.nbytes // item_bytes(dtype)
         self._comm.allReduce(address, address, count, DTYPES[dtype], OPS[op], self.stream)
-        return _NcclWork(self, data.nbytes, data)
+        work.conclude()
 
-    def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
-        address = self.device.address(data)
+    def _reduce_scatter(self, work: DeviceWork, blocks: Blocks, dtype: str, op: Op) -> None:
+        if not blocks.are_equal:
+            self._all_reduce(work, dtype, op)
+            return
+        address = self.device.address(work.data)
+        start, stop = blocks.ranges[self.rank]
+        count = (stop - start) // item_bytes(dtype)
         types = DTYPES[dtype], OPS[op]
-        if blocks.are_equal:
-            own = address + blocks.starts[self.rank]
-            count = blocks.counts[self.rank] // item_bytes(dtype)
-            self._comm.reduceScatter(address, own, count, *types, self.stream)
-        else:
-            count = blocks.total // item_bytes(dtype)
-            self._comm.allReduce(address, address, count, *types, self.stream)
-        return _NcclWork(self, blocks.total, data)
+        self._comm.reduceScatter(address, address + start, count, *types, self.stream)
+        work.conclude()
 
-    def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
-        address = self.device.address(data)
+    def _all_gather(self, work: DeviceWork, blocks: Blocks) -> None:
+        address = self.device.address(work.data)
         if blocks.are_equal:
-            own = address + blocks.starts[self.rank]
-            self._comm.allGather(own, address, blocks.counts[self.rank], BYTE, self.stream)
-        else:
-            self._broadcast_all(address, blocks)
-        return _NcclWork(self, blocks.total, data)
-
-    def _broadcast_all(self, address: int, blocks: Blocks) -> None:
-        """All-gather unequal blocks: every rank broadcasts its own."""
+            start, stop = blocks.ranges[self.rank]
+            self._comm.allGather(address + start, address, stop - start, BYTE, self.stream)
+            work.conclude()
+            return
         # No sends and receives: NCCL connects these at first use despite NCCL_RUNTIME_CONNECT=0.
         self._nccl.groupStart()
         try:
-            for root, (start, nbytes) in enumerate(zip(blocks.starts, blocks.counts, strict=True)):
-                if nbytes:
+            for root, (start, stop) in enumerate(blocks.ranges):
+                if stop > start:
                     place = address + start
-                    self._comm.broadcast(place, place, nbytes, BYTE, root, self.stream)
+                    self._comm.broadcast(place, place, stop - start, BYTE, root, self.stream)
         finally:
             self._nccl.groupEnd()
-
-    def _nothing(self) -> DeviceWork:
-        return _NcclWork(self, 0, None)
+        work.conclude()
 
     def check(self) -> None:
         if self._over:
@@ -160,51 +153,29 @@ class NcclBackend(DeviceBackend):
         self.host.close()
 
 
-class _NcclWork(DeviceWork):
-    def __init__(self, backend: NcclBackend, nbytes: int, memory: object) -> None:
-        self._backend = backend
-        self._memory = memory  # kept alive
-        self.nbytes = nbytes
-        # Polled instead of synchronized: the host must not block while it holds the progress lock.
-        self._event: Event = backend.device.record(backend.stream)
-
-    def issued(self) -> bool:
-        return True
-
-    def test(self) -> bool:
-        if self._backend.device.done(self._event):
-            return True
-        self._backend.check()
-        return False
-
-
 class Joining(Work[Any]):
     """Makes a communicator on a thread; ``make`` returns once every rank has joined."""
 
     def __init__(self, make: Callable[[], Any], who: str) -> None:
         self._who = who
-        self._made: Any = None
-        self._error: BaseException | None = None
+        self._made: Future[Any] = Future()
         run = partial(self._run, make)
-        self._thread = threading.Thread(target=run, name="wfbp-joining", daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name="wfbp-joining", daemon=True).start()
 
     def _run(self, make: Callable[[], Any]) -> None:
         try:
-            self._made = make()
+            self._made.set_result(make())
         except BaseException as error:
-            self._error = error
+            self._made.set_exception(error)
 
     def test(self) -> bool:
-        if self._thread.is_alive():
-            return False
-        if self._error is not None:
-            raise BackendError(_not_connected(self._who, _reason(self._error))) from self._error
-        return True
+        return self._made.done()
 
     @property
     def result(self) -> Any:
-        return self._made
+        if error := self._made.exception():
+            raise BackendError(_not_connected(self._who, _reason(error))) from error
+        return self._made.result()
 
 
 def _not_connected(who: str, reason: str) -> str:

@@ -18,7 +18,8 @@ PIECE_BYTES = 4 << 20
 NUM_PINNED = 2
 _CLOSING_S = 60.0
 
-Start = Callable[[Buffer], Work[None]]
+Start = Callable[[Buffer, list[int]], Work[None]]
+"""Starts a piece's collective, given the pinned bytes and the byte counts of its parts."""
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class Piece:
     out: Sequence[bool]
     back: Sequence[bool]
     start: Start
-    work: StagedWork
+    ends: DeviceWork | None  # the work whose last piece this is
     pinned: Buffer | None = None
     copied: Event = None
     travel: Work[None] | None = None
@@ -44,32 +45,6 @@ class Piece:
             if wanted and part.nbytes:
                 pairs.append((self.pinned[start:end], part))
         return pairs
-
-
-class StagedWork(DeviceWork):
-    """A message of several pieces."""
-
-    def __init__(self, backend: StagedBackend, nbytes: int) -> None:
-        self._backend = backend
-        self.nbytes = nbytes
-        self.missing = 0
-        self._event: Event | None = None
-
-    @property
-    def activity(self) -> int:
-        return self._backend.activity
-
-    def conclude(self) -> None:
-        """Finish the work: all copies back are enqueued."""
-        self._event = self._backend.device.record(self._backend.stream)
-
-    def issued(self) -> bool:
-        if self._event is None:
-            self._backend.progress()
-        return self._event is not None
-
-    def test(self) -> bool:
-        return self.issued() and self._backend.device.done(self._event)
 
 
 class StagedBackend(DeviceBackend):
@@ -95,62 +70,47 @@ class StagedBackend(DeviceBackend):
     def activity(self) -> int:
         return self._carrier.activity
 
-    def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
-        return self._pieces(
-            [data],
-            item_bytes(dtype),
-            [True],
-            [True],
-            lambda pinned, _: self._carrier.all_reduce(pinned, dtype, op),
-        )
+    def _all_reduce(self, work: DeviceWork, dtype: str, op: Op) -> None:
+        def start(pinned: Buffer, _: list[int]) -> Work[None]:
+            return self._carrier.all_reduce(pinned, dtype, op)
 
-    def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
+        self._queue(work, [work.data], item_bytes(dtype), [True], [True], start)
+
+    def _reduce_scatter(self, work: DeviceWork, blocks: Blocks, dtype: str, op: Op) -> None:
+        def start(pinned: Buffer, counts: list[int]) -> Work[None]:
+            return self._carrier.reduce_scatter(pinned, counts, dtype, op)
+
         own = [rank == self.rank for rank in range(self.size)]
-        return self._pieces(
-            blocks.cut(data),
-            item_bytes(dtype),
-            [True] * self.size,
-            own,
-            lambda pinned, counts: self._carrier.reduce_scatter(pinned, counts, dtype, op),
-        )
+        parts = _cut(work.data, blocks)
+        self._queue(work, parts, item_bytes(dtype), [True] * self.size, own, start)
 
-    def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
+    def _all_gather(self, work: DeviceWork, blocks: Blocks) -> None:
         own = [rank == self.rank for rank in range(self.size)]
         others = [not mine for mine in own]
-        return self._pieces(blocks.cut(data), 1, own, others, self._carrier.all_gather)
+        self._queue(work, _cut(work.data, blocks), 1, own, others, self._carrier.all_gather)
 
-    def _nothing(self) -> DeviceWork:
-        return self._pieces([], 1, [], [], self._carrier.all_gather)
-
-    def _pieces(
+    def _queue(
         self,
+        work: DeviceWork,
         blocks: Sequence[Buffer],
         item: int,
         out: Sequence[bool],
         back: Sequence[bool],
-        start: Callable[[Buffer, list[int]], Work[None]],
-    ) -> DeviceWork:
-        """Queue a message's pieces, each with a part of every block; ``start`` starts a piece's
-        collective, given the pinned bytes and the byte counts of its parts."""
-        total = sum(block.nbytes for block in blocks)
-        work = StagedWork(self, total)
+        start: Start,
+    ) -> None:
+        """Queue a message's pieces, each with a part of every block."""
         # A little less than fits: pieces of blocks are rounded one by one.
         most = max(1, self._piece_bytes // item - self.size)
-        num = -(-(total // item) // most)
+        num = -(-(work.nbytes // item) // most)
         bounds = [split(block.nbytes // item, num) for block in blocks]
         for k in range(num):
             parts = [
                 block[bound[k][0] * item : bound[k][1] * item]
                 for block, bound in zip(blocks, bounds, strict=True)
             ]
-            counts = [part.nbytes for part in parts]
-            begin = lambda pinned, counts=counts: start(pinned, counts)  # noqa: E731
-            self._waiting.append(Piece(parts, out, back, begin, work))
-        work.missing = num
-        if not num:
-            work.conclude()
+            ends = work if k == num - 1 else None
+            self._waiting.append(Piece(parts, out, back, start, ends))
         self.progress()
-        return work
 
     def progress(self) -> None:
         """Advance all messages; ``BackendError`` once anything failed."""
@@ -176,9 +136,8 @@ class StagedBackend(DeviceBackend):
             for place, part in piece.copies(piece.back):
                 self.device.copy(part, place, self.stream)
             self._free.append(piece.pinned)
-            piece.work.missing -= 1
-            if not piece.work.missing:
-                piece.work.conclude()
+            if piece.ends is not None:
+                piece.ends.conclude()
         # Later ones only make progress: they end in order, since copies back are enqueued in order.
         for piece in list(self._moving)[1:]:
             if piece.travel is not None:
@@ -191,8 +150,8 @@ class StagedBackend(DeviceBackend):
                 if not self.device.done(piece.copied):
                     return
                 assert piece.pinned is not None
-                nbytes = sum(part.nbytes for part in piece.parts)
-                piece.travel = piece.start(piece.pinned[:nbytes])
+                counts = [part.nbytes for part in piece.parts]
+                piece.travel = piece.start(piece.pinned[: sum(counts)], counts)
 
     def _take_pinned(self) -> Buffer | None:
         if self._free:
@@ -215,3 +174,7 @@ class StagedBackend(DeviceBackend):
         self.settles(_CLOSING_S)
         self._carrier.close()
         self.host.close()
+
+
+def _cut(data: Buffer, blocks: Blocks) -> list[Buffer]:
+    return [data[start:stop] for start, stop in blocks.ranges]

@@ -7,14 +7,28 @@ first ranks. So results do not depend on the size of a message, or on how it tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from wfbp.comm.arrays import INTEGER, Buffer, blocks, split, typed, word_dtype
-from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill, fill_blocks
-from wfbp.comm.mpi.exchange import Exchange, Staging, connect_shared
-from wfbp.comm.mpi.library import BytesTask, LibraryTask, load_transfers
+from wfbp import native
+from wfbp.comm.arrays import (
+    INTEGER,
+    Arrays,
+    Buffer,
+    Segment,
+    as_arrays,
+    between,
+    block_ranges,
+    blocks,
+    fill,
+    reduction,
+    split,
+    typed,
+)
+from wfbp.comm.backend import Finished, HostBackend, Mailbox, Work
+from wfbp.comm.mpi.exchange import Exchange
+from wfbp.comm.mpi.library import BytesTask, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.start import check_launch, communicator, load, unlink_segments
@@ -22,14 +36,15 @@ from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import (
     Channel,
     Chunking,
-    ChunkTask,
     MpiWork,
     ProgressGroup,
+    Task,
+    TransferTask,
+    begin_exchange,
     chunks,
 )
 from wfbp.comm.mpi.two_level import TwoLevel
 from wfbp.core.types import Op, Operation
-from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,7 +74,8 @@ class MpiBackend(HostBackend):
         if check_launcher and _original is None:
             check_launch(mpi, chosen)
         parent = mpi.COMM_WORLD if chosen is None else chosen
-        try:
+        what = "the communicator could not be duplicated; MPI has a limited number of them"
+        with translating(mpi, f"rank {parent.rank} of {parent.size}", what):
             self._comm = self._own(parent)
             if _original is None:
                 self._notices = PointToPoint(mpi, self._own(parent))
@@ -74,17 +90,12 @@ class MpiBackend(HostBackend):
                     self._topology, self._memory = _original._topology, _original._memory
                 else:  # ranks of a subset do not find their way in the memory of all
                     self._topology, self._memory = Topology.find(mpi, self._comm, None), None
-        except mpi.Exception as error:
-            raise BackendError(
-                f"the communicator could not be duplicated; MPI has a limited number of them: "
-                f"{error}"
-            ) from error
         self.rank, self.size = self._comm.rank, self._comm.size
         if self.size == mpi.COMM_WORLD.size:  # every rank is here, and has mapped all segments
             unlink_segments(mpi)
         self._who = f"rank {self.rank} of {self.size}"
-        self.local_rank = self._topology.local_rank
-        self.local_size = self._topology.local_size
+        here = self._topology.here
+        self.local_rank, self.local_size = here.index(self.rank), len(here)
         self.library = mpi.Get_library_version().strip("\0").splitlines()[0].strip()
         self._is_original = _original is None
         self._group: ProgressGroup = (
@@ -92,7 +103,6 @@ class MpiBackend(HostBackend):
         )
         chunking = self._topology.chunking
         self._channel = Channel(self._group, chunking, mpi, self._comm)
-        self._staging: Staging | None = None
         self._levels = TwoLevel.of(self._memory, self._channel, self._topology)
         self._may_rest = self.progresses_alone or self.on_two_levels  # elsewhere naps are too long
 
@@ -125,25 +135,17 @@ class MpiBackend(HostBackend):
     ) -> Work[None]:
         data = typed(buffer, dtype)
         if self.size == 1:
-            fill(buffer, segments)
+            fill(buffer, [data.nbytes], segments, dtype)
         if self.size == 1 or data.size == 0:
             return Finished(None)
         if (levels := self._levels_for(Operation.ALL_REDUCE, data, dtype, op)) is not None:
             return levels.all_reduce(data, dtype, op, segments)
-        parts = [
-            (part.start // data.itemsize, typed(part.data, dtype, writeable=False))
-            for part in segments
-        ]
-        arrays = _with_segments(data, parts)
+        sources = as_arrays(data, [(0, data.size)], segments, dtype, writeable=False)
         if data.nbytes * (self.size - 1) <= self._topology.chunking.small_bytes:
             # Each rank sends all of its contribution, and combines all of the result.
-            pieces, places = [_between(arrays, 0, data.size)] * self.size, [[data]] * self.size
-            task = ChunkTask(self._channel, data.nbytes, pieces, places, dtype, op, gathers=False)
-            return self._channel.submit(data.nbytes, [task])
-        shares = split(data.size, self.size)
-        sources = [_between(arrays, start, stop) for start, stop in shares]
-        results = [[data[start:stop]] for start, stop in shares]
-        return self._exchange(data.nbytes, sources, results, dtype, op)
+            whole = [(0, data.size)] * self.size
+            return self._exchange(data, whole, dtype, op, sources, gathers=False)
+        return self._exchange(data, split(data.size, self.size), dtype, op, sources)
 
     def reduce_scatter(
         self,
@@ -153,38 +155,34 @@ class MpiBackend(HostBackend):
         op: Op,
         segments: Sequence[Segment] = (),
     ) -> Work[None]:
-        parts = blocks(self.size, buffer, counts, dtype)
+        data, shares = typed(buffer, dtype), block_ranges(self.size, buffer.nbytes, counts, dtype)
         levels = self._levels_for(Operation.REDUCE_SCATTER, buffer, dtype, op)
-        if self.size == 1 or levels is not None:
-            fill_blocks(buffer, counts, segments, dtype)
+        if self.size == 1:
+            fill(buffer, counts, segments, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
+        sources = as_arrays(data, shares, segments, dtype, writeable=False)
         if levels is not None:
-            return levels.reduce_scatter(typed(buffer, dtype), parts, dtype, op)
-        sources = _per_block(parts, segments, dtype, writeable=False)
-        results = [[part] for part in parts]
-        return self._exchange(buffer.nbytes, sources, results, dtype, op, gathers=False)
+            return levels.submit(data, shares, dtype, op, sources, gathers=False)
+        return self._exchange(data, shares, dtype, op, sources, gathers=False)
 
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> Work[None]:
-        parts = blocks(self.size, buffer, counts, "uint8")
+        data, shares = typed(buffer, "uint8"), block_ranges(self.size, buffer.nbytes, counts)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
+        arrays = as_arrays(data, shares, segments, "uint8")
         if (levels := self._levels_for(Operation.ALL_GATHER, buffer)) is not None:
-            return levels.all_gather(typed(buffer, "uint8"), parts, segments)
-        return self._exchange(buffer.nbytes, None, _per_block(parts, segments, "uint8"))
+            return levels.submit(data, shares, sources=arrays, results=arrays)
+        return self._exchange(data, shares, results=arrays)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         data = typed(buffer, "uint8")
         if self.size == 1 or data.size == 0:
             return Finished(None)
         tasks = [
-            LibraryTask(
-                self._channel,
-                b - a,
-                lambda part=data[a:b]: self._comm.Ibcast(part, root),  # type: ignore[misc]
-            )
+            self._library_task(b - a, partial(self._comm.Ibcast, data[a:b], root))
             for a, b in chunks(data.size, 1, self._topology.chunking.chunk_bytes)
         ]
         return self._channel.submit(data.nbytes, tasks)
@@ -205,14 +203,12 @@ class MpiBackend(HostBackend):
             return Finished(None)
         byte = self._mpi.BYTE
         # No rank knows the sizes of others: every rank takes part, also with nothing to send.
-        task = LibraryTask(
-            self._channel,
-            outgoing.nbytes,
-            lambda: self._comm.Ialltoallv(
-                [outgoing, list(sent), _starts(sent), byte],
-                [incoming, list(received), _starts(received), byte],
-            ),
+        send, receive = (
+            [outgoing, (list(sent), None), byte],
+            [incoming, (list(received), None), byte],
         )
+        begin = partial(self._comm.Ialltoallv, send, receive)
+        task = self._library_task(outgoing.nbytes, begin)
         return self._channel.submit(outgoing.nbytes, [task])
 
     def duplicate(self) -> MpiBackend:
@@ -239,14 +235,11 @@ class MpiBackend(HostBackend):
             )
             made = MpiBackend(comm, _original=self, _alone=True)
             comm.Free()
-            if self._staging is None and self._memory is not None:
-                self._staging = Staging(self._memory)
-            here = self._topology.hosts[self._topology.host]
-            staging = self._staging if set(ranks) <= set(here) else None
-            places = [here.index(rank) for rank in ranks] if staging else []
-            shared = connect_shared(staging, made._channel, places) if made.size > 1 else None
-        chunk_bytes = made._topology.chunking.chunk_bytes
-        return Exchange(made, made._channel, shared, chunk_bytes, ranks)
+            here = self._topology.here
+            memory = self._memory if set(ranks) <= set(here) else None
+            places = [here.index(rank) for rank in ranks] if memory else []
+            chunk_bytes = made._topology.chunking.chunk_bytes
+            return Exchange(made, made._channel, memory, places, chunk_bytes, ranks)
 
     def mailbox(self) -> Mailbox:
         with translating(self._mpi, self._who, "no mailbox could be made"):
@@ -305,84 +298,66 @@ class MpiBackend(HostBackend):
             wanted = (here or reduces) and not (dtype in INTEGER and op is Op.AVERAGE)
         return levels if wanted else None
 
+    def _library_task(self, nbytes: int, begin: Callable[[], MPI.Request]) -> Task:
+        """A collective of the MPI library, which moves data. None reduces: libraries add in an
+        order that depends on sizes."""
+
+        def start(task: Task) -> native.Transfer:
+            # Its handle becomes invalid when the transfer is done.
+            task.request = begin()
+            return self._group.transfers.adopt(self._mpi._handleof(task.request))
+
+        return TransferTask(nbytes, start)
+
     def _exchange(
         self,
-        nbytes: int,
-        sources: Sequence[Sequence[Buffer]] | None,
-        results: Sequence[Sequence[Buffer]],
+        data: Buffer,
+        shares: Sequence[tuple[int, int]],
         dtype: str = "uint8",
         op: Op = Op.SUM,
+        sources: Arrays | None = None,
+        results: Arrays | None = None,
         gathers: bool = True,
     ) -> MpiWork[None]:
-        """Combine the ``sources`` of each rank's block, if any, into its ``results``; every rank
-        gets all results if ``gathers``. Blocks are lists of consecutive arrays."""
-        given = results if sources is None else sources
-        sizes = [sum(map(len, block)) for block in given]
-        item = word_dtype(dtype).itemsize
-        # Chunks have a piece of every rank's part, so that all ranks work all the time.
-        num_chunks = -(-sum(sizes) * item // self._topology.chunking.chunk_bytes)
+        """Combine the ``sources``, if any, of each rank's share, into ``results`` or the buffer;
+        every rank gets all results if ``gathers``."""
+        results = ([0], [data]) if results is None else results
+        nbytes = 0
+        for start, stop in shares:
+            nbytes += (stop - start) * data.itemsize
+        # Chunks have a piece of every rank's share, so that all ranks work all the time.
+        num_chunks = -(-nbytes // self._topology.chunking.chunk_bytes)
+        how, owners, item = (
+            reduction(op, self.size),
+            (self.rank, *self._channel.peers),
+            data.itemsize,
+        )
         tasks = []
-        for bounds in zip(*(split(size, num_chunks) for size in sizes), strict=True):
-            shards = None if sources is None else _pieces(sources, bounds)
-            chunk_bytes = sum(stop - start for start, stop in bounds) * item
-            pieces = _pieces(results, bounds)
-            tasks.append(ChunkTask(self._channel, chunk_bytes, shards, pieces, dtype, op, gathers))
-        return self._channel.submit(nbytes, tasks)
+        for chunk in range(num_chunks):
+            given, places, nbytes = {}, {}, 0
+            for owner in owners:
+                start, stop = shares[owner]
+                first = start + (stop - start) * chunk // num_chunks
+                last = start + (stop - start) * (chunk + 1) // num_chunks
+                nbytes += (last - first) * item
+                places[owner] = between(results, first, last)
+                if sources is not None:
+                    given[owner] = between(sources, first, last)
+            begin = partial(
+                begin_exchange,
+                channel=self._channel,
+                agents=range(self.size),
+                sources=given,
+                results=places,
+                dtype=dtype,
+                how=how,
+                gathers=gathers,
+            )
+            tasks.append(TransferTask(nbytes, begin))
+        return self._channel.submit(data.nbytes, tasks)
 
     def _own(self, parent: MPI.Comm) -> MPI.Comm:
         # A duplicate: neither tags nor collectives can meet those of the program.
         comm = parent.Dup()
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm
-
-
-def _with_segments(buffer: Buffer, parts: Sequence[tuple[int, Buffer]]) -> list[Buffer]:
-    """Split a buffer into consecutive arrays; ``parts`` replace the elements at their starts."""
-    arrays, end = [], 0
-    for start, part in parts:
-        arrays += [buffer[end:start], part]
-        end = start + part.size
-    return [*arrays, buffer[end:]]
-
-
-def _per_block(
-    parts: Sequence[Buffer], segments: Sequence[Segment], dtype: str, writeable: bool = True
-) -> list[list[Buffer]]:
-    """Each block of a buffer as arrays, with the segments' parts in separate memory."""
-    elsewhere: list[list[tuple[int, Buffer]]] = [[] for _ in parts]
-    for segment in segments:
-        own_parts = blocks(len(parts), segment.data, segment.counts, dtype, writeable)
-        for own, data in zip(elsewhere, own_parts, strict=True):
-            own.append((segment.start // data.itemsize, data))
-    return [_with_segments(part, own) for part, own in zip(parts, elsewhere, strict=True)]
-
-
-def _pieces(
-    blocks: Sequence[Sequence[Buffer]], bounds: Sequence[tuple[int, int]]
-) -> list[list[Buffer]]:
-    """The part of each rank's block within its bounds."""
-    return [_between(block, *bound) for block, bound in zip(blocks, bounds, strict=True)]
-
-
-def _between(arrays: Sequence[Buffer], start: int, stop: int) -> list[Buffer]:
-    """The non-empty pieces of elements ``start`` to ``stop`` of consecutive arrays.
-
-    >>> import numpy as np
-    >>> _between([np.arange(3), np.arange(3, 5)], 1, 4)
-    [array([1, 2]), array([3])]
-    """
-    pieces = []
-    for array in arrays:
-        if stop <= 0:
-            break
-        if start < array.size:
-            piece = array[max(0, start) : stop]
-            if piece.size:
-                pieces.append(piece)
-        start, stop = start - array.size, stop - array.size
-    return pieces
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    """First bytes of consecutive blocks of these sizes."""
-    return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]

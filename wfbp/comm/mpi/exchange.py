@@ -11,35 +11,19 @@ operations notice before they read each other's data.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from wfbp import native
 from wfbp.comm.arrays import Buffer, combine, split, typed
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.transfers import (
-    NUM_TAGS,
-    Channel,
-    Chunking,
-    MpiWork,
-    ProgressGroup,
-    Task,
-    Watch,
-    chunks,
-)
-from wfbp.comm.mpi.two_level import (
-    READY,
-    REDUCED,
-    TAKEN,
-    WAITING,
-    FlaggedTask,
-    Followed,
-    SharedFlags,
-)
+from wfbp.comm.mpi.transfers import NUM_TAGS, Channel, Chunking, Task, TransferTask, Watch, chunks
+from wfbp.comm.mpi.two_level import READY, REDUCED, TAKEN, WAITING, FlaggedTask, SharedFlags
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
@@ -84,58 +68,31 @@ class Reduction:
             combine(parts, typed(out, dtype), dtype, self.op)
 
 
-class Staging:
-    """This rank's staging buffers, of powers of two bytes; used under the progress lock."""
-
-    _SMALLEST = 4 << 10
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self.memory = memory
-        self._free: dict[int, list[Buffer]] = {}
-
-    def take(self, nbytes: int) -> Buffer:
-        """A buffer of at least this size."""
-        size = max(self._SMALLEST, 1 << (nbytes - 1).bit_length())
-        free = self._free.get(size)
-        return free.pop() if free else self.memory.zeros(size)
-
-    def give(self, buffer: Buffer) -> None:
-        """Reuse a buffer that no rank reads any more."""
-        self._free.setdefault(buffer.nbytes, []).append(buffer)
-
-
-class _Shared(NamedTuple):
-    """What the staged tasks of one group share."""
-
-    staging: Staging
-    flags: SharedFlags
-    group: ProgressGroup
-
-
 class _StagedTask(FlaggedTask):
     """One chunk through staging buffers; subclasses fill this rank's and read the others'."""
 
     slot_bytes: int
 
-    def __init__(self, shared: _Shared, fingerprint: int) -> None:
-        super().__init__(shared.flags, shared.group)
-        self._staging, self._fingerprint = shared.staging, fingerprint
+    def __init__(self, flags: SharedFlags, fingerprint: int) -> None:
+        super().__init__(flags)
+        self._fingerprint = fingerprint
         self._slot: Buffer | None = None
 
     def start(self) -> None:
         if self.slot_bytes:
-            self._slot = self._staging.take(self.slot_bytes)
+            self._slot = self._flags.memory.take(self.slot_bytes)
             self._fill(self._slot)
         self._publish(self._slot, self._fingerprint)
 
     def step(self) -> bool:
-        flags, number = self._flags, self._number
+        flags = self._flags
         if self._phase == WAITING and not self._publish(self._slot, self._fingerprint):
             return False
         if self._phase == READY:
             if not self._all_reached(READY):
                 return False
-            if any(flags.note(peer, number) != self._fingerprint for peer in flags.peers):
+            notes = [flags.words[peer][self._row + 2] for peer in flags.peers]
+            if any(note != self._fingerprint for note in notes):
                 self.work.mismatch = True  # the waiting thread abandons the whole channel
                 return False
             self._read_ready()
@@ -146,13 +103,13 @@ class _StagedTask(FlaggedTask):
         if not self._all_reached(TAKEN):
             return False
         if self._slot is not None:
-            self._staging.give(self._slot)
+            flags.memory.give(self._slot)
         return True
 
     def awaited(self) -> Watch | None:
         if self._phase in (WAITING, REDUCED):
             return None
-        return self._flags.watch(self._flags.peers, self._number, self._phase)
+        return self._watch(self._flags.peers)
 
     def _fill(self, slot: Buffer) -> None:
         """Copy this rank's part into its staging buffer."""
@@ -176,20 +133,20 @@ class _MoveTask(_StagedTask):
 
     def __init__(
         self,
-        shared: _Shared,
+        flags: SharedFlags,
         fingerprint: int,
         outgoing: Blocks,
         incoming: Blocks,
         reduction: Reduction | None,
     ) -> None:
-        super().__init__(shared, fingerprint)
+        super().__init__(flags, fingerprint)
         self._incoming, self._reduction = incoming, reduction
-        self._own = outgoing[shared.flags.rank]
+        self._own = outgoing[flags.rank]
         end = _ENTRY_BYTES * len(outgoing)
         self._table = np.zeros((len(outgoing), 2), np.int64)
         self._parts: dict[int, tuple[int, Buffer]] = {}
         for rank, block in enumerate(outgoing):
-            if block is None or rank == shared.flags.rank:
+            if block is None or rank == flags.rank:
                 continue
             if id(block) not in self._parts:
                 self._parts[id(block)] = end, block
@@ -219,32 +176,34 @@ class _MoveTask(_StagedTask):
         elif result is not None:
             reduction([block for _, block in pairs], result)
         self._enter(TAKEN)
-        self._incoming = ()
 
     def _block_of(self, peer: int) -> Buffer:
         """The block of a rank for this one, where it is."""
-        flags, number = self._flags, self._number
-        if peer == flags.rank:
+        if peer == self._flags.rank:
             assert self._own is not None
             return self._own
-        entry = flags.view(peer, number, _ENTRY_BYTES * flags.rank, _ENTRY_BYTES)
+        entry = self._view(peer, _ENTRY_BYTES * self._flags.rank, _ENTRY_BYTES)
         start, nbytes = entry.view(np.int64).tolist()
-        return flags.view(peer, number, start, nbytes)
+        return self._view(peer, start, nbytes)
 
 
 class _ReduceTask(_StagedTask):
     """All-reduce of one chunk, in place: each rank combines a shard and takes the others'."""
 
     def __init__(
-        self, shared: _Shared, fingerprint: int, data: Buffer, reduction: Reduction
+        self,
+        flags: SharedFlags,
+        fingerprint: int,
+        data: Buffer,
+        reduction: Reduction,
     ) -> None:
-        super().__init__(shared, fingerprint)
+        super().__init__(flags, fingerprint)
         item = reduction.item_bytes
         self.nbytes = self.slot_bytes = data.nbytes
         self._data, self._reduction = data, reduction
-        bounds = split(data.nbytes // item, len(shared.flags.places))
+        bounds = split(data.nbytes // item, len(flags.places))
         self._shards = [(start * item, stop * item) for start, stop in bounds]
-        self._missing = list(shared.flags.peers)
+        self._missing = list(flags.peers)
 
     def _fill(self, slot: Buffer) -> None:
         start, stop = self._shards[self._flags.rank]
@@ -261,9 +220,8 @@ class _ReduceTask(_StagedTask):
         self._enter(REDUCED)
 
     def _read_reduced(self) -> bool:
-        flags = self._flags
         for peer in list(self._missing):
-            if flags.reached(peer, self._number, REDUCED):
+            if self._reached(peer, REDUCED):
                 start, stop = self._shards[peer]
                 self._data[start:stop] = self._shard(peer, peer)
                 self._missing.remove(peer)
@@ -276,28 +234,23 @@ class _ReduceTask(_StagedTask):
         start, stop = self._shards[owner]
         if rank == self._flags.rank:
             return self._data[start:stop]
-        return self._flags.view(rank, self._number, start, stop - start)
+        return self._view(rank, start, stop - start)
 
 
-class _MessageTask(Task):
-    """Blocks from every rank to every rank, as messages."""
-
-    def __init__(self, channel: Channel, outgoing: Blocks, incoming: Blocks) -> None:
-        self._channel, self._outgoing, self._incoming = channel, outgoing, incoming
-        blocks = [block for block in (*outgoing, *incoming) if block is not None]
-        self.nbytes = sum(block.nbytes for block in blocks)
-
-    def start(self) -> None:
-        channel, messages = self._channel, []
-        own, place = self._outgoing[channel.rank], self._incoming[channel.rank]
-        if own is not None and place is not None:
-            place[:] = own
-        for arrives, blocks in ((True, self._incoming), (False, self._outgoing)):
-            for peer in channel.peers:
-                block = blocks[peer]
-                if block is not None and block.nbytes:
-                    messages.append((block, peer, arrives))
-        self.transfer = channel.group.transfers.begin(channel.handle, channel.next_tag(), messages)
+def _begin_messages(
+    _: Task, channel: Channel, outgoing: Blocks, incoming: Blocks
+) -> native.Transfer:
+    """Send blocks from every rank to every rank."""
+    messages = []
+    own, place = outgoing[channel.rank], incoming[channel.rank]
+    if own is not None and place is not None:
+        place[:] = own
+    for arrives, blocks in ((True, incoming), (False, outgoing)):
+        for peer in channel.peers:
+            block = blocks[peer]
+            if block is not None and block.nbytes:
+                messages.append((block, peer, arrives))
+    return channel.group.transfers.begin(channel.handle, channel.next_tag(), messages)
 
 
 class Exchange:
@@ -311,25 +264,32 @@ class Exchange:
         self,
         backend: MpiBackend,
         channel: Channel,
-        shared: _Shared | None,
+        memory: SharedMemory | None,
+        places: Sequence[int],
         chunk_bytes: int,
         ranks: Sequence[int],
     ) -> None:
         self.backend, self.channel, self.ranks = backend, channel, tuple(ranks)
         self.rank, self.size = backend.rank, backend.size
-        self.checks = shared is not None
-        """Whether ranks compare the fingerprints of all operations."""
         self.undelivered = 0
         """Messages sent less those received; 0 in sum over all ranks if none is under way."""
-        self._shared, self._chunk_bytes = shared, chunk_bytes
-        if shared is not None:
-            self._chunk_bytes = STAGED.chunk_bytes
-            channel.window = STAGED
+        self._chunk_bytes = chunk_bytes
+        self._flags: SharedFlags | None = None
+        if self.size > 1:
+            number = -1 if memory is None else memory.next_flag_set(of_group=True)
+            numbers = channel.comm.allgather(number)
+            if memory is not None and min(numbers) >= 0:
+                sets = list(zip(places, numbers, strict=True))
+                self._flags = SharedFlags(memory, self.rank, sets, channel.group)
+                self._chunk_bytes = STAGED.chunk_bytes
+                channel.window = STAGED
+        self.checks = self._flags is not None
+        """Whether ranks compare the fingerprints of all operations."""
 
     @property
     def position(self) -> int:
         """How many tasks have been made; equal on all ranks of a group without work under way."""
-        return self.channel.num_tags + (self._shared.flags.num_tasks if self._shared else 0)
+        return self.channel.num_tags + (self._flags.num_tasks if self._flags else 0)
 
     def move(
         self,
@@ -354,33 +314,38 @@ class Exchange:
         count = max(1, -(-largest // self._chunk_bytes)) if in_chunks else 1
         item = 1 if reduction is None else reduction.item_bytes
         arriving, result = list(incoming), incoming[self.rank]
-        if self._shared is None and reduction is not None and result is not None:
+        flags = self._flags
+        if flags is None and reduction is not None and result is not None:
             arriving = [np.empty(result.nbytes, np.uint8) for _ in incoming]
         tasks: list[Task] = []
         for index in range(count):
             sent = _pieces(outgoing, index, count, item)
             received = _pieces(arriving, index, count, item)
-            if self._shared is not None:
-                tasks.append(_MoveTask(self._shared, fingerprint, sent, received, reduction))
+            if flags is not None:
+                tasks.append(_MoveTask(flags, fingerprint, sent, received, reduction))
             else:
-                tasks.append(_MessageTask(self.channel, sent, received))
-        work = self._submit(tasks)
-        if self._shared is not None or reduction is None or result is None:
-            return work
-        return Followed(work, lambda: reduction([b for b in arriving if b is not None], result))
+                nbytes = sum(block.nbytes for block in (*sent, *received) if block is not None)
+                begin = partial(
+                    _begin_messages, channel=self.channel, outgoing=sent, incoming=received
+                )
+                tasks.append(TransferTask(nbytes, begin))
+        if flags is not None or reduction is None or result is None:
+            return self._submit(tasks)
+        shards = [block for block in arriving if block is not None]
+        return self._submit(tasks, partial(reduction, shards, result))
 
     def all_reduce(self, data: Buffer, reduction: Reduction, fingerprint: int) -> Work[None]:
         """Combine ``data`` over all ranks, in place."""
-        if self._shared is None and reduction.function is None:
+        flags, item = self._flags, reduction.item_bytes
+        if flags is None and reduction.function is None:
             dtype = reduction.dtype
             return self.backend.all_reduce(typed(data, dtype), dtype, reduction.op)
-        if self._shared is None or data.nbytes <= SMALL_BYTES:
+        if flags is None or data.nbytes <= SMALL_BYTES:
             place = [data if rank == self.rank else None for rank in range(self.size)]
             return self.move([data] * self.size, place, fingerprint, reduction)
-        shared, item = self._shared, reduction.item_bytes
         return self._submit(
             [
-                _ReduceTask(shared, fingerprint, data[start * item : stop * item], reduction)
+                _ReduceTask(flags, fingerprint, data[start * item : stop * item], reduction)
                 for start, stop in chunks(data.nbytes // item, item, self._chunk_bytes)
             ]
         )
@@ -419,27 +384,10 @@ class Exchange:
         channel = self.channel
         return channel.comm.Irecv([data, channel.mpi.BYTE], source, _FIRST_TAG + 2 * tag + 1)
 
-    def abandon(self) -> None:
-        """Forget everything under way; its memory is never reused."""
-        for task in self.channel.abandon():
-            # Other ranks may still read its staging buffer, or MPI write to its memory.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
-
-    def _submit(self, tasks: Sequence[Task]) -> MpiWork[None]:
-        work: MpiWork[Any] = self.channel.submit(sum(task.nbytes for task in tasks), tasks)
-        return work
-
-
-def connect_shared(
-    staging: Staging | None, channel: Channel, ranks: Sequence[int]
-) -> _Shared | None:
-    """Shared memory for a new group, or None on all of its ranks. Collective among them."""
-    number = -1 if staging is None else staging.memory.next_group_flag_set()
-    numbers = channel.comm.allgather(number)
-    if staging is None or min(numbers) < 0:
-        return None
-    flags = SharedFlags(staging.memory, channel.rank, list(zip(ranks, numbers, strict=True)))
-    return _Shared(staging, flags, channel.group)
+    def _submit(
+        self, tasks: Sequence[Task], finish: Callable[[], None] | None = None
+    ) -> Work[None]:
+        return self.channel.submit(sum(task.nbytes for task in tasks), tasks, finish)
 
 
 def _pieces(blocks: Blocks, index: int, count: int, item: int = 1) -> list[Buffer | None]:

@@ -1,11 +1,9 @@
-"""The MPI library: tasks of the library's collectives, and its functions for the extension."""
+"""What needs the MPI library's own functions: payloads of any length, and the extension."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wfbp import native
@@ -16,22 +14,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from mpi4py import MPI
-
-
-@dataclass(eq=False)
-class LibraryTask(Task):
-    """One non-blocking MPI collective, which moves data. None reduces: libraries add in an order
-    that depends on sizes."""
-
-    channel: Channel
-    nbytes: int
-    begin: Callable[[], MPI.Request]
-
-    def start(self) -> None:
-        # The request keeps the memory; its handle becomes invalid when the transfer is done.
-        self._request = self.begin()
-        handle = self.channel.mpi._handleof(self._request)
-        self.transfer = self.channel.group.transfers.adopt(handle)
 
 
 class BytesTask(Task):
@@ -49,9 +31,7 @@ class BytesTask(Task):
     def start(self) -> None:
         payload = [self._parts[self._channel.rank], self._mpi.BYTE]
         send = self._channel.comm.Isend
-        self._tag = (
-            self._channel.next_tag()
-        )  # at the start, as every task: ranks agree on its order
+        self._tag = self._channel.next_tag()  # here, because ranks agree on the order of starts
         self._pending = [send(payload, peer, self._tag) for peer in self._missing]
 
     def step(self) -> bool:

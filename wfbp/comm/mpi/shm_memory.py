@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import logging
 import mmap
 import os
@@ -14,7 +12,6 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from functools import cache
 from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -62,56 +59,7 @@ def make_file(token: bytes) -> int:
     return file
 
 
-class Mapping:
-    """A file mapped until nothing refers to it or its :attr:`bytes`; keeps no descriptor open."""
-
-    def __init__(self, descriptor: int, nbytes: int, writeable: bool) -> None:
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writeable else 0)
-        self.address = _map(nbytes, access, mmap.MAP_SHARED, descriptor)
-        self.nbytes, self._writeable = nbytes, writeable
-        weakref.finalize(self, _unmap, self.address, nbytes).atexit = False
-
-    @property
-    def bytes(self) -> Buffer:
-        """All of it; a view that keeps the mapping."""
-        return np.asarray(MemoryAt(self.address, self.nbytes, self, self._writeable))
-
-    def advise(self, advice: int, start: int = 0, nbytes: int | None = None) -> None:
-        """As ``mmap.madvise``."""
-        length = ctypes.c_size_t(self.nbytes if nbytes is None else nbytes)
-        if _library().madvise(ctypes.c_void_p(self.address + start), length, advice):
-            raise _error()
-
-    def discard(self, start: int, nbytes: int) -> None:
-        """Free bytes that are no longer used: punch a hole in the file."""
-        self.advise(mmap.MADV_REMOVE, start, nbytes)
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _map(nbytes: int, access: int, flags: int, descriptor: int) -> int:
-    function = _library().mmap
-    function.restype = ctypes.c_void_p
-    size, start = ctypes.c_size_t(nbytes), ctypes.c_long(0)
-    mapped: int | None = function(None, size, access, flags, descriptor, start)
-    if mapped is None or mapped == ctypes.c_void_p(-1).value:
-        raise _error()
-    return mapped
-
-
-def _unmap(address: int, nbytes: int) -> None:
-    _library().munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
-
-
-def _error() -> OSError:
-    number = ctypes.get_errno() or errno.EINVAL
-    return OSError(number, os.strerror(number))
-
-
-def open_map(process: int, file: int, token: bytes, mine: bool) -> Mapping:
+def open_map(process: int, file: int, token: bytes, mine: bool) -> mmap.mmap:
     """Map a rank's memory. ``OSError`` if it cannot be opened; ``ValueError`` if the process number
     belongs to another process here (containers)."""
     path = f"/proc/{process}/fd/{file}"
@@ -122,18 +70,23 @@ def open_map(process: int, file: int, token: bytes, mine: bool) -> Mapping:
     try:
         if os.read(descriptor, len(token)) != token:
             raise other
-        mapped = Mapping(descriptor, os.fstat(descriptor).st_size, mine)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if mine else 0)
+        mapped = mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=access)
     finally:
         os.close(descriptor)
     # A core dump would touch, and so allocate, as much memory as the machine has.
-    mapped.advise(mmap.MADV_DONTDUMP)
+    mapped.madvise(mmap.MADV_DONTDUMP)
     if mine:  # freed pages have to become a hole in the file
-        data = mapped.bytes
-        data[HEADER_BYTES] = 1
-        mapped.discard(HEADER_BYTES, PAGE_BYTES)
-        if data[HEADER_BYTES]:
+        mapped[HEADER_BYTES] = 1
+        discard(mapped, HEADER_BYTES, PAGE_BYTES)
+        if mapped[HEADER_BYTES]:
             raise OSError("memory cannot be given back")
     return mapped
+
+
+def discard(mapped: mmap.mmap, start: int, nbytes: int) -> None:
+    """Free bytes that are no longer used: punch a hole in the file."""
+    mapped.madvise(mmap.MADV_REMOVE, start, nbytes)
 
 
 _TOKEN_BYTES = 16
@@ -169,18 +122,21 @@ class SharedMemory:
     ``numbers`` are these ranks among all. Any thread may call :meth:`zeros` and :meth:`offset`, and
     drop arrays."""
 
-    def __init__(self, rank: int, maps: list[Mapping], numbers: Sequence[int]) -> None:
+    def __init__(self, rank: int, maps: list[mmap.mmap], numbers: Sequence[int]) -> None:
         self._numbers = numbers
-        self._whole = [m.bytes for m in maps]
+        # Unmapped once nothing refers to it, nor to an array in it.
+        self._whole = [np.frombuffer(mapped, np.uint8) for mapped in maps]
         self._headers = [whole[:HEADER_BYTES].view(np.int64) for whole in self._whole]
         self._rank = rank
-        self._map: Mapping | None = maps[rank]
-        self._address, self._nbytes = maps[rank].address, maps[rank].nbytes
+        self._map: mmap.mmap | None = maps[rank]
+        self._address: int = self._whole[rank].__array_interface__["data"][0]
+        self._nbytes = len(maps[rank])
         self._free_list = FreeList(HEADER_BYTES, self._nbytes)
         self._lock = Lock()
         self._freed: deque[tuple[int, int]] = deque()
         self._flag_sets, self._group_flag_sets = count(), count()
         self._views: list[list[Buffer]] = []
+        self._staging: dict[int, list[Buffer]] = {}
 
     @classmethod
     def connect(
@@ -190,7 +146,7 @@ class SharedMemory:
         cannot."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         made: int | None = None
-        maps: list[Mapping] = []
+        maps: list[mmap.mmap] = []
         unwanted, problem = known_reason(wanted), ""
         if not unwanted:
             try:
@@ -228,21 +184,20 @@ class SharedMemory:
         if self._headers:
             self._headers[self._rank][_WITHDRAWN_WORD] = 1
 
-    def withdrawn(self, rank: int) -> bool:
-        """Whether a rank has marked its memory as invalid; check after reading it."""
-        return bool(self._headers[rank][_WITHDRAWN_WORD])
-
     def release(self) -> None:
         """Last call: unmap all memory, this rank's once no buffer in it is used any more."""
         for views in (*self._views, self._whole, self._headers):
             views.clear()
+        self._staging.clear()
         with self._lock:
             self._map = None
 
     def check_read(self, ranks: Sequence[int]) -> None:
         """Raise ``BackendError`` if one of these ranks gave up; call it after reading from them."""
         # A rank marks its memory as invalid before it changes it.
-        gone = [rank for rank in ranks if rank != self._rank and self.withdrawn(rank)]
+        gone = [
+            rank for rank in ranks if rank != self._rank and self._headers[rank][_WITHDRAWN_WORD]
+        ]
         if gone:
             names = " and ".join(f"rank {self._numbers[rank]}" for rank in sorted(gone))
             raise BackendError(
@@ -261,19 +216,27 @@ class SharedMemory:
         """Zeroed bytes that the other ranks can read; ``MemoryError`` if exhausted."""
         length = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
         with self._lock:
-            if (mapping := self._map) is None:
+            if (mapped := self._map) is None:
                 raise MemoryError("the memory that other ranks can read was released")
             # Finalizers only append: the garbage collector may run one while this lock is held.
             while self._freed:
                 self._free_list.give(*self._freed.popleft())
             start = self._free_list.take(length)
-        block = MemoryAt(self._address + start, nbytes, mapping)
+        block = MemoryAt(self._address + start, nbytes, mapped)
         # A forked process must not free what its parent uses.
-        given_back = weakref.finalize(
-            block, _free, mapping, self._freed, start, length, os.getpid()
-        )
+        given_back = weakref.finalize(block, _free, mapped, self._freed, start, length, os.getpid())
         given_back.atexit = False
         return np.asarray(block)
+
+    def take(self, nbytes: int) -> Buffer:
+        """A reusable buffer of at least this size; under the progress lock, as :meth:`give`."""
+        size = max(PAGE_BYTES, 1 << (nbytes - 1).bit_length())
+        free = self._staging.get(size)
+        return free.pop() if free else self.zeros(size)
+
+    def give(self, buffer: Buffer) -> None:
+        """Reuse a buffer that no rank reads any more."""
+        self._staging.setdefault(buffer.nbytes, []).append(buffer)
 
     def holds(self, buffer: Buffer) -> bool:
         """Whether a buffer is part of this rank's memory."""
@@ -284,15 +247,13 @@ class SharedMemory:
         address: int = buffer.__array_interface__["data"][0]
         return address - self._address
 
-    def next_flag_set(self) -> int:
-        """The number of a new channel, -1 if none is left; in the same order on every rank."""
-        number = next(self._flag_sets)
-        return number if number < NUM_FLAG_SETS // 2 else -1
-
-    def next_group_flag_set(self) -> int:
-        """The number of this rank's flags for a group of ranks, -1 if none is left."""
-        number = NUM_FLAG_SETS - 1 - next(self._group_flag_sets)
-        return number if number >= NUM_FLAG_SETS // 2 else -1
+    def next_flag_set(self, of_group: bool = False) -> int:
+        """A set of flags, -1 if none is left: for a channel the same on every rank, for a group of
+        ranks this rank's own."""
+        number = next(self._group_flag_sets if of_group else self._flag_sets)
+        if number >= NUM_FLAG_SETS // 2:
+            return -1
+        return NUM_FLAG_SETS - 1 - number if of_group else number
 
     def view(self, rank: int, offset: int, nbytes: int) -> Buffer:
         """Bytes of a rank's memory."""
@@ -300,9 +261,9 @@ class SharedMemory:
 
 
 def _free(
-    memory: Mapping, freed: deque[tuple[int, int]], start: int, length: int, process: int
+    memory: mmap.mmap, freed: deque[tuple[int, int]], start: int, length: int, process: int
 ) -> None:
     if os.getpid() != process:
         return
-    memory.discard(start, length)
+    discard(memory, start, length)
     freed.append((start, length))

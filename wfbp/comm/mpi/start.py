@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,20 +52,10 @@ def load(timeout_s: float | None = None) -> ModuleType:
 def unlink_segments(mpi: ModuleType) -> None:
     """Remove the names of MPICH's shared memory on this host; it stays usable. An aborted job would
     leave it in ``/dev/shm``. All ranks of the job on this host must have mapped it."""
-    pattern = _SEGMENT_ALONE if mpi.COMM_WORLD.size == 1 else _SEGMENT
-    try:
-        with open("/proc/self/maps") as file:
-            names = {match[0] for line in file if (match := pattern.search(line.rstrip()))}
-    except OSError:  # no such system: neither are there such names
-        return
-    for name in names:
-        with suppress(OSError):  # another rank was faster
-            os.unlink(name)
-
-
-_SEGMENT = re.compile(r"/dev/shm/mpich_\w+$")
-_SEGMENT_ALONE = re.compile(r"/dev/shm/(mpich_\w+|sm_segment\.\S+)$")
-"""In a job of one process also Open MPI's segments, which otherwise attach later."""
+    alone = mpi.COMM_WORLD.size == 1
+    # In a job of one process also Open MPI's segments, which otherwise attach later.
+    names = start_notice.segments("self", ("mpich_", "sm_segment.") if alone else ("mpich_",))
+    start_notice.unlink(names)
 
 
 def _start_which_waits_for_every_rank() -> ModuleType:

@@ -47,28 +47,33 @@ def main() -> None:
     """Wait; report after the time limit; remove the segments of a rank that ends meanwhile."""
     limit_s = float(sys.argv[1])
     begun_s, look_s, reported, rank = time.monotonic(), _LOOK_S, False, os.getppid()
-    segments: set[str] = set()
+    found: set[str] = set()
     while not select.select([sys.stdin], [], [], look_s)[0]:
         look_s = min(2 * look_s, _MOST_LOOK_S)
-        segments |= _segments(rank)
+        found |= segments(rank)
         if not reported and time.monotonic() - begun_s >= limit_s:
             reported = True
             _tell(limit_s)
     if sys.stdin.buffer.read() != OVER:
-        for name in segments:
-            with suppress(OSError):  # another rank's was faster
-                os.unlink(name)
+        unlink(found)
 
 
-def _segments(rank: int) -> set[str]:
-    """Names of the shared memory that a rank's MPICH has mapped so far."""
+def segments(process: int | str, prefixes: tuple[str, ...] = ("mpich_",)) -> set[str]:
+    """Files in ``/dev/shm`` with these prefixes that a process has mapped so far."""
+    wanted = tuple(f"/dev/shm/{prefix}" for prefix in prefixes)
     try:
-        with open(f"/proc/{rank}/maps", errors="replace") as file:
-            lines = file.read().splitlines()
+        with open(f"/proc/{process}/maps", errors="replace") as file:
+            names = {line.rstrip("\n").split(maxsplit=5)[-1] for line in file}
     except OSError:  # it has ended, or there is no such system
         return set()
-    names = {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/mpich_" in line}
-    return {name for name in names if os.path.exists(name)}
+    return {name for name in names if name.startswith(wanted) and os.path.exists(name)}
+
+
+def unlink(names: set[str]) -> None:
+    """Remove files; other ranks do, too."""
+    for name in names:
+        with suppress(OSError):  # another rank was faster
+            os.unlink(name)
 
 
 def _tell(limit_s: float) -> None:

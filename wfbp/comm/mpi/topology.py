@@ -44,25 +44,15 @@ class Topology:
         over ``comm``."""
         if all(len(host) == 1 for host in self.hosts):
             return None
-        node = comm.Split(self.host, comm.rank)
-        memory = SharedMemory.connect(node, wanted, self.hosts[self.host])
+        node = comm.Split(self.here[0], comm.rank)
+        memory = SharedMemory.connect(node, wanted, self.here)
         node.Free()
         return memory if all(comm.allgather(memory is not None)) else None
 
     @property
-    def host(self) -> int:
-        """The place of this rank's host among all."""
-        return next(k for k, host in enumerate(self.hosts) if self.rank in host)
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's place on its host."""
-        return self.hosts[self.host].index(self.rank)
-
-    @property
-    def local_size(self) -> int:
-        """How many ranks this host has."""
-        return len(self.hosts[self.host])
+    def here(self) -> tuple[int, ...]:
+        """The ranks of this host."""
+        return next(host for host in self.hosts if self.rank in host)
 
     @property
     def one_rank_per_host(self) -> bool:

@@ -17,16 +17,15 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import Buffer, reduction, split
+from wfbp.comm.arrays import Buffer, split
 from wfbp.comm.backend import T, Work
-from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
@@ -71,6 +70,8 @@ class Task(ABC):
     transfer: native.Transfer | None = None
     scratch: Buffer | None = None
     """Memory of the channel that the task uses until it is complete."""
+    request: MPI.Request | None = None
+    """Of the MPI library, which keeps the memory of its collective."""
 
     @abstractmethod
     def start(self) -> None:
@@ -83,6 +84,17 @@ class Task(ABC):
     def awaited(self) -> Watch | None:
         """What :meth:`step` waits for, beside messages; None if it may find progress already."""
         return None
+
+
+@dataclass(eq=False)
+class TransferTask(Task):
+    """A task of messages alone; ``begin`` refers to their memory."""
+
+    nbytes: int
+    begin: Callable[[Task], native.Transfer]
+
+    def start(self) -> None:
+        self.transfer = self.begin(self)
 
 
 class ProgressGroup:
@@ -119,7 +131,7 @@ class ProgressGroup:
             return True
         try:
             self.moves += self.transfers.progress()
-            watches = self._watches()
+            watches = self._watches() if self.num_polled else []
             over = self.transfers.num_over != self._num_over
             return over or watches is None or native.any_reached(watches)
         except Exception as error:
@@ -158,39 +170,34 @@ class ProgressGroup:
         self.failure = BackendError(f"{self._who}: communication failed: {error}")
         self.failure.__cause__ = error
         for channel in self.channels:
-            channel.queue.clear()
-            # MPI may still write to the memory of messages under way, even in MPI_Finalize.
-            for task in channel.active:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+            channel.abandon()
 
 
+@dataclass(eq=False)
 class MpiWork(Work[T]):
     """A collective made of tasks."""
 
-    __slots__ = ("_group", "_value", "nbytes", "remaining")
-
-    def __init__(
-        self, group: ProgressGroup, nbytes: int, remaining: int, value: Callable[[], T]
-    ) -> None:
-        self._group = group
-        self._value = value
-        self.nbytes = nbytes
-        self.remaining = remaining
+    group: ProgressGroup
+    remaining: int
+    finish: Callable[[], T] | None
+    """Makes the result, once the last task is complete."""
+    nbytes: int
+    value: T | None = None
 
     def test(self) -> bool:
         if self.remaining:
-            self._group.advance()
-            if self.remaining and self._group.failure is not None:
-                raise self._group.failure
+            self.group.advance()
+            if self.remaining and self.group.failure is not None:
+                raise self.group.failure
         return not self.remaining
 
     @property
     def activity(self) -> int:
-        return self._group.moves
+        return self.group.moves
 
     @property
     def result(self) -> T:
-        return self._value()
+        return self.value  # type: ignore[return-value]
 
 
 class Channel:
@@ -220,10 +227,10 @@ class Channel:
         return 2 * (self.num_tags % NUM_TAGS)
 
     def submit(
-        self, nbytes: int, tasks: Sequence[Task], value: Callable[[], Any] = lambda: None
+        self, nbytes: int, tasks: Sequence[Task], finish: Callable[[], Any] | None = None
     ) -> MpiWork[Any]:
         """Queue the tasks of a collective and start those that fit into the window."""
-        work: MpiWork[Any] = MpiWork(self.group, nbytes, len(tasks), value)
+        work: MpiWork[Any] = MpiWork(self.group, len(tasks), finish, nbytes)
         if self.group.failure is None:
             for task in tasks:
                 task.work = work
@@ -248,18 +255,23 @@ class Channel:
             self.active.remove(task)
             self.group.num_polled -= task.transfer is None
             self._active_bytes -= task.nbytes
-            task.work.remaining -= 1
+            work = task.work
+            if work.remaining == 1 and work.finish is not None:
+                work.value = work.finish()
+            work.remaining -= 1
             if task.scratch is not None:
                 self.free_scratch.append(task.scratch)
         self._fill()
 
-    def abandon(self) -> list[Task]:
-        """Forget everything under way, and return what may still use its memory."""
+    def abandon(self) -> None:
+        """Forget everything under way; its memory is never reused."""
         self.queue.clear()
-        active, self.active[:] = list(self.active), []
-        self.group.num_polled -= sum(task.transfer is None for task in active)
+        for task in self.active:
+            # MPI may still write to its memory, even in MPI_Finalize, and other ranks may read it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+            self.group.num_polled -= task.transfer is None
+        self.active.clear()
         self._active_bytes = 0
-        return active
 
     def take_scratch(self, nbytes: int) -> Buffer:
         """Memory for arriving data, of a task that gives it back when it is complete."""
@@ -293,60 +305,63 @@ class Channel:
             self.group.num_polled += task.transfer is None
 
 
-@dataclass(eq=False)
-class ChunkTask(Task):
-    """Direct exchange of one chunk: reduce-scatter, all-gather, or one after the other.
+Pieces = Mapping[int, Sequence[Buffer]]
+"""Pieces of shares, by the share's owner; cut at the same places on every rank."""
 
-    Each rank sends every other rank its contribution to that rank's shard, combines what it
-    receives for its own shard, and sends the result to every other rank. Both stages cost 2 (n - 1)
-    / n times the chunk's bytes per rank, like a ring, in two steps. ``shards`` and ``results`` have
-    pieces per rank, cut at the same places on every rank; without ``shards`` nothing is reduced.
+
+def begin_exchange(
+    task: Task,
+    channel: Channel,
+    agents: Sequence[int],
+    sources: Pieces,
+    results: Pieces,
+    dtype: str,
+    how: tuple[str, float],
+    gathers: bool,
+    tag: int | None = None,
+) -> native.Transfer:
+    """Combine shares at their owners (a reduce-scatter), send the results back, or both.
+
+    ``agents`` contribute to this rank's share, in this order; it is one of them. This rank
+    contributes ``sources`` to its own and to other shares. Without sources nothing is combined;
+    with them the result of a share is one piece. If all ranks are agents, both stages cost
+    2 (n - 1) / n times the bytes of all shares per rank, like a ring, in two steps.
     """
-
-    channel: Channel
-    nbytes: int
-    shards: Sequence[Sequence[Buffer]] | None
-    results: Sequence[Sequence[Buffer]]
-    dtype: str = "uint8"
-    op: Op = Op.SUM
-    gathers: bool = True
-
-    def start(self) -> None:
-        channel, results = self.channel, self.results
-        own_result = results[channel.rank]
-        messages: list[Message] = []
-        # Per piece of this rank's shard: what each rank contributes, and where the result goes.
-        pieces: list[tuple[list[Buffer], Buffer]] = []
-        if self.shards is not None:
-            own = self.shards[channel.rank]
-            start = 0
-            for piece in own:
-                place = own_result[0][start : start + piece.size]
-                pieces.append(([piece] * channel.size, place))
-                start += piece.size
-            nbytes = sum(piece.nbytes for piece in own) * len(channel.peers)
-            self.scratch = scratch = channel.take_scratch(nbytes)
-            start = 0
-            for peer in channel.peers:
-                for piece, (contributions, _) in zip(own, pieces, strict=True):
-                    arriving = scratch[start : start + piece.nbytes].view(piece.dtype)
-                    start += piece.nbytes
-                    contributions[peer] = arriving
-                    messages.append((arriving, peer, True))
-                messages += [(piece, peer, False) for piece in self.shards[peer]]
-        gathered: list[Message] = []
-        if self.gathers:
-            for peer in channel.peers:
-                gathered += [(piece, peer, True) for piece in results[peer] if piece.size]
-                gathered += [(piece, peer, False) for piece in own_result if piece.size]
-        if self.shards is None:
-            messages, gathered = gathered, []
-        self.transfer = channel.group.transfers.begin(
-            channel.handle,
-            channel.next_tag(),  # in the order of starts, which is the same on every rank
-            messages,
-            self.dtype,
-            *reduction(self.op, channel.size),
-            pieces,
-            gathered,
-        )
+    rank, at = channel.rank, agents.index(channel.rank)
+    others = [*agents[at + 1 :], *agents[:at]]  # the next one first: ranks start differently
+    messages: list[Message] = []
+    # Per piece of this rank's share: what each agent contributes, and where the result goes.
+    combined: list[tuple[list[Buffer], Buffer]] = []
+    if own := sources.get(rank):
+        start = 0
+        for piece in own:
+            place = results[rank][0][start : start + piece.size]
+            combined.append(([piece] * len(agents), place))
+            start += piece.size
+        task.scratch = channel.take_scratch(start * own[0].itemsize * len(others))
+        start = 0
+        for step, agent in enumerate(others, at + 1):
+            for piece, (contributions, _) in zip(own, combined, strict=True):
+                arriving = task.scratch[start : start + piece.nbytes].view(piece.dtype)
+                start += piece.nbytes
+                contributions[step % len(agents)] = arriving
+                messages.append((arriving, agent, True))
+    for owner, pieces in sources.items():
+        if owner != rank:
+            for piece in pieces:
+                messages.append((piece, owner, False))
+    gathered: list[Message] = []
+    for owner, pieces in results.items() if gathers else ():
+        for piece in pieces:
+            if owner != rank:
+                gathered.append((piece, owner, True))
+                continue
+            for agent in others:
+                gathered.append((piece, agent, False))
+    if not sources:
+        messages, gathered = gathered, []
+    if tag is None:  # in the order of starts, which is the same on every rank
+        tag = channel.next_tag()
+    return channel.group.transfers.begin(
+        channel.handle, tag, messages, dtype, *how, combined, gathered
+    )

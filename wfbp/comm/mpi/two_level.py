@@ -16,17 +16,17 @@ Flags order the data only if processors see stores in order (``shm_memory.ORDERE
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import HALF, Buffer, blocks, reduction, split, typed
-from wfbp.comm.backend import Segment, Work
+from wfbp.comm.arrays import HALF, Arrays, Buffer, Segment, as_arrays, between, reduction, split
+from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
-from wfbp.comm.mpi.transfers import Channel, Message, ProgressGroup, Task, Watch, chunks
+from wfbp.comm.mpi.transfers import Channel, ProgressGroup, Task, Watch, begin_exchange
 from wfbp.core.types import Op
 from wfbp.native import copy, reduce_shards
 
@@ -47,122 +47,102 @@ class SharedFlags:
     ``places`` are each rank's number in the memory, and its set of flags there. A task has one row
     per rank, written by that rank alone: a growing number that encodes task and phase, the offset
     of its contribution, and a note that ranks may compare. Task numbers agree on all ranks.
-    A row is reused only when no rank needs it: a later task in the row implies that the earlier one
-    is over.
     """
 
-    def __init__(self, memory: SharedMemory, rank: int, places: Sequence[tuple[int, int]]) -> None:
-        self.rank, self.memory = rank, memory
+    def __init__(
+        self,
+        memory: SharedMemory,
+        rank: int,
+        places: Sequence[tuple[int, int]],
+        group: ProgressGroup,
+    ) -> None:
+        self.rank, self.memory, self.group = rank, memory, group
         self.peers = [(rank + step) % len(places) for step in range(1, len(places))]
         self.places = [at for at, _ in places]
         # Items of memoryviews are read in half the time of those of arrays.
         starts = [(at, (number + 1) * _FLAG_SET_BYTES) for at, number in places]
-        self._words: list[Any] = memory.views(starts, _FLAG_SET_BYTES)
-        self._words[:] = [memoryview(view.view(np.int64)) for view in self._words]  # type: ignore
+        self.words: list[Any] = memory.views(starts, _FLAG_SET_BYTES)
+        self.words[:] = [memoryview(view.view(np.int64)) for view in self.words]  # type: ignore
         self.num_tasks = 0
-
-    def next_task(self) -> int:
-        """A number for a task."""
-        self.num_tasks += 1
-        return self.num_tasks
-
-    def begin(self, task: int, offset: int, note: int = 0) -> bool:
-        """Publish the offset of this rank's contribution; False, publishing nothing, if a rank may
-        still need the row for the previous task in it."""
-        before = task - _NUM_ROWS
-        if before > 0 and not all(self.reached(r, before, TAKEN) for r in range(len(self._words))):
-            return False
-        words, row = self._words[self.rank], task % _NUM_ROWS * _ROW_WORDS
-        words[row + 1] = offset
-        words[row + 2] = note
-        words[row] = task * _PHASES + READY  # last: a rank that sees it reads the offset
-        return True
-
-    def tell(self, task: int, phase: int) -> None:
-        """Publish that this rank has reached a phase of a task."""
-        self._words[self.rank][task % _NUM_ROWS * _ROW_WORDS] = task * _PHASES + phase
-
-    def reached(self, rank: int, task: int, phase: int) -> bool:
-        """Whether a rank has reached a phase of a task."""
-        reached: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS]
-        return reached >= task * _PHASES + phase
-
-    def watch(self, ranks: Sequence[int], task: int, phase: int, any_of: bool = False) -> Watch:
-        """Is reached once all of these ranks, or any, have reached a phase of a task."""
-        row = task % _NUM_ROWS * _ROW_WORDS
-        flags = [self._words[rank][row : row + 1] for rank in ranks]
-        return flags, task * _PHASES + phase, any_of
-
-    def note(self, rank: int, task: int) -> int:
-        """The note of a rank; valid once it is READY."""
-        note: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 2]
-        return note
-
-    def view(self, rank: int, task: int, start: int, nbytes: int) -> Buffer:
-        """Bytes of a rank's contribution, once it is READY."""
-        offset = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 1]
-        return self.memory.view(self.places[rank], offset + start, nbytes)
 
 
 class FlaggedTask(Task):
     """A task that moves from phase to phase, which the ranks of a host see in flags."""
 
-    def __init__(self, flags: SharedFlags, group: ProgressGroup) -> None:
-        self._flags, self._group = flags, group
-        self._number = flags.next_task()
+    def __init__(self, flags: SharedFlags) -> None:
+        flags.num_tasks += 1
+        self._flags = flags
+        self._number = flags.num_tasks
+        self._row = self._number % _NUM_ROWS * _ROW_WORDS
         self._phase = WAITING
 
     def _publish(self, buffer: Buffer | None, note: int = 0) -> bool:
-        """Tell where this rank's contribution is; False if there is no row for that yet."""
-        offset = 0 if buffer is None else self._flags.memory.offset(buffer)
-        if self._flags.begin(self._number, offset, note):
-            self._phase = READY
-        return self._phase == READY
+        """Tell where this rank's contribution is (READY); False if there is no row for that yet."""
+        # A row is reused only when no rank needs it for the previous task in it.
+        before = self._number - _NUM_ROWS
+        needed = before * _PHASES + TAKEN if before > 0 else 0
+        if any(words[self._row] < needed for words in self._flags.words):
+            return False
+        words, row = self._flags.words[self._flags.rank], self._row
+        words[row + 1] = 0 if buffer is None else self._flags.memory.offset(buffer)
+        words[row + 2] = note
+        words[row] = self._number * _PHASES + READY  # last: a rank that sees it reads the offset
+        self._phase = READY
+        return True
 
     def _enter(self, phase: int) -> None:
+        flags = self._flags
         if phase == TAKEN:  # from now on the other ranks may overwrite their memory
-            self._flags.memory.check_read(self._flags.places)
+            flags.memory.check_read(flags.places)
         self._phase = phase
-        self._flags.tell(self._number, phase)
-        self._group.moves += 1
+        flags.words[flags.rank][self._row] = self._number * _PHASES + phase
+        flags.group.moves += 1
+
+    def _reached(self, rank: int, phase: int) -> bool:
+        """Whether a rank has reached a phase of this task; a later task implies all of them."""
+        reached: int = self._flags.words[rank][self._row]
+        return reached >= self._number * _PHASES + phase
 
     def _all_reached(self, phase: int) -> bool:
-        flags = self._flags
-        return all(flags.reached(peer, self._number, phase) for peer in flags.peers)
+        return all(self._reached(peer, phase) for peer in self._flags.peers)
 
+    def _watch(self, ranks: Sequence[int], any_of: bool = False) -> Watch:
+        """Is reached once all of these ranks, or any, have reached this rank's phase."""
+        row = self._row
+        flags = [self._flags.words[rank][row : row + 1] for rank in ranks]
+        return flags, self._number * _PHASES + self._phase, any_of
 
-class Part(NamedTuple):
-    """Elements of a chunk in separate memory; ``result`` None: the chunk receives the result."""
-
-    start: int
-    data: Buffer
-    result: Buffer | None
+    def _view(self, rank: int, start: int, nbytes: int) -> Buffer:
+        """Bytes of a rank's contribution, once it is READY."""
+        offset = self._flags.words[rank][self._row + 1]
+        return self._flags.memory.view(self._flags.places[rank], offset + start, nbytes)
 
 
 Bounds = Sequence[tuple[int, int]]
-"""First and last element of each rank's block, relative to a chunk."""
+"""First and last element of each rank's block."""
 
 
 class TwoLevelTask(FlaggedTask):
-    """One chunk of a collective, in place; ``parts`` are in separate memory, ascending."""
+    """One chunk of a collective, in place: a part of every rank's block. Contributions that are
+    elsewhere are copied from ``sources``, and results to ``results``."""
 
     def __init__(
         self,
         levels: TwoLevel,
-        chunk: Buffer,
+        data: Buffer,
         bounds: Bounds,
         dtype: str,
-        op: Op = Op.SUM,
-        parts: Sequence[Part] = (),
-        reduces: bool = True,
-        gathers: bool = True,
+        op: Op | None,
+        sources: Arrays,
+        results: Arrays,
+        gathers: bool,
     ) -> None:
-        super().__init__(levels.flags, levels.channel.group)
-        self.nbytes = sum(stop - start for start, stop in bounds) * chunk.itemsize
+        super().__init__(levels.flags)
+        self.nbytes = sum(stop - start for start, stop in bounds) * data.itemsize
         self._levels, self._memory = levels, levels.memory
-        self._chunk, self._bounds, self._parts = chunk, bounds, parts
-        self._dtype, self._op = dtype, op
-        self._reduces, self._gathers = reduces, gathers
+        self._data, self._bounds = data, bounds
+        self._sources, self._results = sources, results
+        self._dtype, self._op, self._gathers = dtype, op, gathers
         self._is_combined = False
         self._sent: native.Transfer | None = None  # the messages between hosts
         self._missing = self._flags.peers
@@ -170,58 +150,55 @@ class TwoLevelTask(FlaggedTask):
         copied yet)."""
 
     def start(self) -> None:
-        memory, chunk = self._memory, self._chunk
         # Here, because only starts have the same order on every rank.
         self._tag = self._levels.channel.next_tag()
-        offset = memory.offset(chunk)
-        for start, data, _ in self._parts:
-            if memory.offset(data) != offset + start * chunk.itemsize:
-                chunk[start : start + data.size] = data
-        self._publish(chunk)
+        own = [self._bounds[self._levels.rank]]
+        for start, stop in own if self._op is None else self._bounds:
+            self._copy(between(self._sources, start, stop), self._data[start:stop], inwards=True)
+        self._publish(self._data)
 
     def step(self) -> bool:
-        flags, number = self._flags, self._number
-        if self._phase == WAITING and not self._publish(self._chunk):
+        if self._phase == WAITING and not self._publish(self._data):
             return False
         if self._phase == READY and not self._reduce():
             return False
         if self._phase == REDUCED:
             for peer in list(self._missing):
-                if flags.reached(peer, number, REDUCED):
+                if self._reached(peer, REDUCED):
                     self._deliver(peer)
                     self._missing.remove(peer)
             if self._missing:
                 return False
-            self._enter_taken()
+            self._enter(TAKEN)
         if self._sent is not None and not self._sent.done:
             return False
         return self._all_reached(TAKEN)
 
     def awaited(self) -> Watch | None:
-        flags, phase = self._flags, self._phase
+        phase = self._phase
         if phase == REDUCED:
-            return flags.watch(self._missing, self._number, phase, any_of=True)
+            return self._watch(self._missing, any_of=True)
         if self._sent is not None and not self._sent.done:
             return (), 0, True  # for messages alone: never reached
-        if phase == WAITING or (phase == READY and (self._is_combined or not self._reduces)):
+        if phase == WAITING or (phase == READY and (self._is_combined or self._op is None)):
             return None
-        return flags.watch(flags.peers, self._number, phase)
+        return self._watch(self._flags.peers)
 
     def _reduce(self) -> bool:
         """Combine this rank's blocks; True, in a later phase, if that is done on all hosts."""
         flags, levels = self._flags, self._levels
         if not self._is_combined:
-            if self._reduces:
+            if self._op is not None:
                 if not self._all_reached(READY):
                     return False
-                self._combine()
+                self._combine(self._op)
             self._is_combined = True
             if levels.between_hosts:
                 # Before other hosts can see the sum: they cannot see who gave up here.
                 self._memory.check_read(flags.peers)
                 self._exchange()
             if not self._gathers:
-                self._enter_taken()
+                self._enter(TAKEN)
                 return True
         if self._sent is not None and not self._sent.done:
             return False
@@ -230,9 +207,9 @@ class TwoLevelTask(FlaggedTask):
         self._missing = list(flags.peers)
         return True
 
-    def _combine(self) -> None:
+    def _combine(self, op: Op) -> None:
         levels, flags = self._levels, self._flags
-        how, divisor = reduction(self._op, levels.channel.size)
+        how, divisor = reduction(op, levels.channel.size)
         if levels.between_hosts and self._dtype not in HALF:
             divisor = 1.0  # where hosts are added; but the sum of a host may have no half
         places = range(len(flags.peers) + 1)
@@ -243,91 +220,47 @@ class TwoLevelTask(FlaggedTask):
     def _exchange(self) -> None:
         """Combine blocks over hosts at their owners, and send the results back."""
         levels, flags = self._levels, self._flags
-        own, item = self._block(flags.rank, levels.rank), self._chunk.itemsize
-        agents = levels.agents if own.size else ()  # of this rank's block, by host
-        others = [
-            (owner, block)
+        blocks = {
+            owner: [block]
             for owner in levels.blocks_of[flags.rank]
-            if owner != levels.rank and (block := self._block(flags.rank, owner)).size
-        ]
-        parts: list[Message] = []
-        results: list[Message] = []
-        contributions: list[Buffer] = []
-        if self._reduces:
-            self.scratch = levels.channel.take_scratch(own.nbytes * (len(levels.agents) - 1))
-            start = 0
-            for agent in agents:
-                if agent == levels.rank:
-                    contributions.append(own)
-                    continue
-                arriving = self.scratch[start : start + own.nbytes].view(own.dtype)
-                start += own.size * item
-                contributions.append(arriving)
-                parts.append((arriving, agent, True))
-            parts += [(block, owner, False) for owner, block in others]
-        if self._gathers:
-            results += [(own, agent, False) for agent in agents if agent != levels.rank]
-            results += [(block, owner, True) for owner, block in others]
-        if not self._reduces:
-            parts, results = results, []
-        how, divisor = reduction(self._op, levels.channel.size)
-        self._sent = levels.channel.group.transfers.begin(
-            levels.channel.handle,
-            self._tag,
-            parts,
+            if (block := self._block(flags.rank, owner)).size
+        }
+        how, divisor = reduction(self._op or Op.SUM, levels.channel.size)
+        self._sent = begin_exchange(
+            self,
+            levels.channel,
+            levels.agents,
+            {} if self._op is None else blocks,
+            blocks,
             self._dtype,
-            how,
-            1.0 if self._dtype in HALF else divisor,
-            [(contributions, own)] if contributions else [],
-            results,
+            (how, 1.0 if self._dtype in HALF else divisor),
+            self._gathers,
+            self._tag,
         )
-
-    def _enter_taken(self) -> None:
-        self._enter(TAKEN)
-        self._parts = ()
 
     def _block(self, place: int, owner: int) -> Buffer:
         """The owner's block in the memory of a rank of this host."""
         start, stop = self._bounds[owner]
         if place == self._flags.rank:
-            return self._chunk[start:stop]
-        item = self._chunk.itemsize
-        data = self._flags.view(place, self._number, start * item, (stop - start) * item)
-        return data.view(self._chunk.dtype)
+            return self._data[start:stop]
+        item = self._data.itemsize
+        data = self._view(place, start * item, (stop - start) * item)
+        return data.view(self._data.dtype)
 
     def _deliver(self, place: int) -> None:
         """Copy an agent's blocks to their destinations on this rank."""
         for owner in self._levels.blocks_of[place]:
-            block = self._block(place, owner)
-            begin, end = self._bounds[owner]
-            # Parts go to their results; the rest goes into the chunk, where own blocks are.
-            targets = [
-                (max(first, begin), result[max(begin - first, 0) : end - first])
-                for first, data, result in self._parts
-                if result is not None and first < end and begin < first + data.size
-            ]
-            if place != self._flags.rank:
-                done = begin
-                for start, target in [*targets]:
-                    targets.append((done, self._chunk[done:start]))
-                    done = start + target.size
-                targets.append((done, self._chunk[done:end]))
-            for start, target in targets:
-                copy(target, block[start - begin : start - begin + target.size])
+            targets = between(self._results, *self._bounds[owner])
+            self._copy(targets, self._block(place, owner), inwards=False)
 
-
-class Followed(Work[None]):
-    """Work after which something is done once, in the thread that finds it complete."""
-
-    def __init__(self, work: Work[None], finish: Callable[[], None]) -> None:
-        self._work, self._finish = work, finish
-        self._finished = False
-
-    def test(self) -> bool:
-        if not self._finished and self._work.test():
-            self._finished = True
-            self._finish()
-        return self._finished
+    def _copy(self, pieces: Sequence[Buffer], block: Buffer, inwards: bool) -> None:
+        """Copy the pieces of a block into it, or out of it; those that are there already stay."""
+        start = 0
+        for piece in pieces:
+            place = block[start : start + piece.size]
+            start += piece.size
+            if self._memory.offset(piece) != self._memory.offset(place):
+                copy(*((place, piece) if inwards else (piece, place)))
 
 
 class TwoLevel:
@@ -341,7 +274,7 @@ class TwoLevel:
         self.between_hosts = len(topology.hosts) > 1
         self.agents = [topology.agent(host, self.rank) for host in topology.hosts]
         """The agent of this rank's block on each host."""
-        here = topology.hosts[topology.host]
+        here = topology.here
         self.blocks_of: list[list[int]] = [[] for _ in here]
         """The owners of the blocks whose agent is at each place of this host."""
         for owner in range(channel.size):
@@ -356,94 +289,47 @@ class TwoLevel:
         """Those of a new channel; None without shared memory, or if no flags are left."""
         if memory is None or (number := memory.next_flag_set()) < 0:
             return None
-        here = topology.hosts[topology.host]
+        here = topology.here
         places = [(place, number) for place in range(len(here))]
-        return cls(memory, SharedFlags(memory, here.index(channel.rank), places), channel, topology)
+        flags = SharedFlags(memory, here.index(channel.rank), places, channel.group)
+        return cls(memory, flags, channel, topology)
 
     def all_reduce(
         self, data: Buffer, dtype: str, op: Op, segments: Sequence[Segment]
     ) -> Work[None]:
         """Reduce a buffer in place, except for its segments."""
-        if self.memory.holds(data):
-            tasks = self.tasks_of_reduction(data, segments, dtype, op)
-            return self.channel.submit(data.nbytes, tasks)
-        copied = self.memory.zeros(data.nbytes).view(data.dtype)
-        copied[:] = data
+        shared, finish = data, None
+        if not self.memory.holds(data):
+            shared = self.memory.zeros(data.nbytes).view(data.dtype)
+            shared[:] = data
+            finish = partial(np.copyto, data, shared)
+        targets = [Segment(part.start, part.result) for part in segments if part.result is not None]
+        sources = as_arrays(shared, [(0, data.size)], segments, dtype, writeable=False)
+        results = as_arrays(shared, [(0, data.size)], targets, dtype)
+        shares = split(data.size, self.channel.size)
+        return self.submit(shared, shares, dtype, op, sources, results, finish=finish)
 
-        def finish() -> None:
-            data[:] = copied
-
-        return Followed(self.all_reduce(copied, dtype, op, segments), finish)
-
-    def reduce_scatter(
-        self, data: Buffer, parts: Sequence[Buffer], dtype: str, op: Op
+    def submit(
+        self,
+        data: Buffer,
+        shares: Bounds,
+        dtype: str = "uint8",
+        op: Op | None = None,
+        sources: Arrays | None = None,
+        results: Arrays | None = None,
+        gathers: bool = True,
+        finish: Callable[[], None] | None = None,
     ) -> Work[None]:
-        """Reduce a buffer in shared memory; each rank keeps its own part."""
-        tasks = self._tasks_of_exchange(data, [part.size for part in parts], dtype, op)
-        return self.channel.submit(data.nbytes, tasks)
-
-    def all_gather(
-        self, data: Buffer, parts: Sequence[Buffer], segments: Sequence[Segment]
-    ) -> Work[None]:
-        """All-gather a buffer in shared memory; segments are copied there and back."""
-        places = [
-            (part[segment.start : segment.start + piece.size], piece)
-            for segment in segments
-            for part, piece in zip(
-                parts, blocks(len(parts), segment.data, segment.counts, "uint8"), strict=True
-            )
-        ]
-        for place, piece in places[self.rank :: len(parts)]:
-            place[:] = piece
-
-        def finish() -> None:
-            for place, piece in places:
-                piece[:] = place
-
-        tasks = self._tasks_of_exchange(data, [part.size for part in parts])
-        return Followed(self.channel.submit(data.nbytes, tasks), finish)
-
-    def tasks_of_reduction(
-        self, buffer: Buffer, segments: Sequence[Segment], dtype: str, op: Op
-    ) -> list[TwoLevelTask]:
-        """Tasks that combine a buffer of the shared memory in place, apart from its segments."""
-        item = buffer.itemsize
-        parts = [
-            Part(
-                segment.start // item,
-                typed(segment.data, dtype, writeable=False),
-                None if segment.result is None else typed(segment.result, dtype),
-            )
-            for segment in segments
-        ]
+        """Combine each rank's share by ``op``, if any; every rank gets all if ``gathers``."""
+        sources, results = sources or ([0], [data]), results or ([0], [data])
+        num_chunks = max(1, -(-data.nbytes // self.chunk_bytes))
+        # Each has a piece of every rank's share, so that all ranks work all the time.
+        pieces = [split(stop - start, num_chunks) for start, stop in shares]
         tasks = []
-        for start, stop in chunks(buffer.size, item, self.chunk_bytes):
-            within = []
-            for first, data, result in parts:
-                if first < stop and start < first + data.size:
-                    cut = slice(max(start - first, 0), stop - first)
-                    piece = None if result is None else result[cut]
-                    within.append(Part(max(first - start, 0), data[cut], piece))
-            bounds = split(stop - start, self.channel.size)
-            tasks.append(TwoLevelTask(self, buffer[start:stop], bounds, dtype, op, within))
-        return tasks
-
-    def _tasks_of_exchange(
-        self, buffer: Buffer, counts: Sequence[int], dtype: str = "uint8", op: Op | None = None
-    ) -> list[TwoLevelTask]:
-        """Tasks of a reduce-scatter of each rank's elements, or without ``op`` an all-gather."""
-        starts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
-        # Each has a piece of every rank's block, so that all ranks work all the time.
-        pieces = [split(n, max(1, -(-buffer.nbytes // self.chunk_bytes))) for n in counts]
-        return [
-            TwoLevelTask(
-                self,
-                buffer,
-                [(at + first, at + last) for at, (first, last) in zip(starts, piece, strict=True)],
-                dtype,
-                op or Op.SUM,
-                reduces=op is not None,
-                gathers=op is None,
-            )
-            for piece in zip(*pieces, strict=True)
-        ]
+        for of_chunk in zip(*pieces, strict=True):
+            bounds = [
+                (start + first, start + last)
+                for (start, _), (first, last) in zip(shares, of_chunk, strict=True)
+            ]
+            tasks.append(TwoLevelTask(self, data, bounds, dtype, op, sources, results, gathers))
+        return self.channel.submit(data.nbytes, tasks, finish)

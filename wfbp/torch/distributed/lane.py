@@ -134,7 +134,7 @@ class GroupLane(OccasionalLane):
         collectives, messages = self._pending(), self._messages
         self._in_flight, self._messages, self._check, self._inquiry = [], [], None, None
         self._queue.clear()
-        self._exchange.abandon()
+        self._exchange.channel.abandon()
         for collective in collectives:
             collective.complete(error)
         for message in messages:
