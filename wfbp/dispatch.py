@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
+from wfbp.runtime import process
 from wfbp.runtime.api.parameters import broadcast_arrays
-from wfbp.runtime.collectives import api
+from wfbp.runtime.collectives import operands
 from wfbp.runtime.collectives.forms import Form
-from wfbp.runtime.collectives.operands import Operand, array_operand, perform_on_arrays
+from wfbp.runtime.collectives.named_lane import NamedOperation
+from wfbp.runtime.collectives.operands import Operand, array_operand
 from wfbp.runtime.collectives.process_sets import global_process_set
 
 if TYPE_CHECKING:
@@ -74,7 +76,13 @@ def perform(form: Form, value: Any, **options: Any) -> Any:
     if adapter is None:
         on_device = hasattr(first, "__cuda_array_interface__")
         operand_of = _device_operand if on_device else array_operand
-        return perform_on_arrays(form, value, operand_of, **options)
+        name = options.pop("name")
+
+        def make(array: Any, label: str, member: str | None) -> NamedOperation[Any]:
+            operand = operand_of(array, form.in_place, label if form.grouped else "array")
+            return operands.make_operation(form.kind, operand, member, **options)
+
+        return operands.perform(form, value, name, make)
     if adapter.__name__ == "wfbp.torch":
         return getattr(adapter.collectives, form.name)(value, **options)
     act = getattr(adapter, form.name, None)
@@ -137,7 +145,7 @@ def join() -> int:
         >>> wfbp.join() == wfbp.size() - 1
         True
     """
-    adapter: Any = sys.modules.get("wfbp.torch", api.current("join()"))
+    adapter: Any = sys.modules.get("wfbp.torch", process.operations("join()"))
     last: int = adapter.join()
     return last
 

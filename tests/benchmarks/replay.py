@@ -40,7 +40,6 @@ from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.step import BufferView
 from wfbp.runtime.tuning.candidates import reordered
 
 THRESHOLD_BYTES = 25 * 2**20
@@ -200,10 +199,10 @@ def _iterate(engine: Reducer, trace: Trace, tensors: Sequence[Buffer]) -> float:
     engine.clock.mark_forward_end()
     for index in reversed(range(len(trace.tensors))):
         due_s = _sleep_until(due_s + trace.tensors[index].backward_s)
-        engine.mark_ready(index, BufferView.of(tensors[index]).address, tensors[index])
+        engine.mark_ready(index, tensors[index].ctypes.data, tensors[index])
     engine.synchronize(whole=False)
     if engine.decoupled:
-        engine.gather([BufferView.of(t).address for t in tensors], tensors)
+        engine.gather([t.ctypes.data for t in tensors], tensors)
         if engine.profiling:
             engine.flush()
     return time.perf_counter() - start_s

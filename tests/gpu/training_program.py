@@ -126,7 +126,7 @@ def public_operations(library: str) -> dict[str, float]:
     for name, theirs in wanted.state_dict().items():
         compare(f"parameter {name}", model.state_dict()[name], theirs.cpu())
 
-    devices: Any = process.current("this test").collectives
+    devices: Any = process.operations("this test")
     by_nccl = devices._devices is not None and devices._devices._backend is not None
     found["by NCCL where it should be"] = float(by_nccl is not (library == "NCCL"))
     return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tests.support.local import LocalWorld
 from wfbp.config import Config
+from wfbp.core.cost import Costs
+from wfbp.core.types import Operation
 from wfbp.runtime.runtime import Runtime
 
 QUICK = Config(
@@ -75,3 +77,13 @@ def all_well(results: list[Any]) -> list[Any]:
         if isinstance(result, Exception):
             raise RankError(f"rank {rank}") from result
     return results
+
+
+def measure_costs(
+    runtime: Runtime,
+    max_bytes: int,
+    operations: Sequence[Operation] = (Operation.ALL_REDUCE,),
+    anew: bool = False,
+) -> Costs:
+    """Measure the costs of the runtime's own messages; collective."""
+    return runtime.network.measure(max_bytes, operations, anew, None, runtime.channel.call)

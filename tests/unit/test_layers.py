@@ -175,7 +175,6 @@ RUNTIME = (
     "collectives",
     "process",
     "recorder",
-    "unplanned",
     "reducer",
     "api",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -17,7 +16,6 @@ from jax.interpreters import ad, batching, mlir
 from wfbp.core.types import Op, item_bytes, real_dtype
 from wfbp.jax.native import wait_for_programs
 from wfbp.runtime import process
-from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.arithmetic import equal_rows
 from wfbp.runtime.collectives.coordinator import Kind
 from wfbp.runtime.collectives.operands import array_operand, make_operation
@@ -60,7 +58,7 @@ class Collective:
             called=f"{self.kind.value} {self.name!r}" if self.name else "",
             sequence="jax",
         )
-        done: Array = api.current(f"{self.kind.value}()").run([operation], is_group=False)
+        done: Array = process.operations(f"{self.kind.value}()").run([operation], is_group=False)
         return done
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
@@ -93,8 +91,7 @@ def _now(array: Any, *, collective: Collective) -> jax.Array:
 
 
 def _within(collective: Collective, array: Any) -> Array:
-    runtime = process.current("a collective")
-    runtime.expect_other_threads()
+    process.current("a collective").expect_other_threads()
     return collective.run(np.asarray(array))
 
 
@@ -139,19 +136,13 @@ def _batched(arrays: Any, axes: Any, *, collective: Collective) -> Any:
     return _primitive.bind(array, collective=collective), array.ndim - 1
 
 
-def _make() -> Primitive:
-    primitive = Primitive("wfbp_collective")
-    primitive.def_impl(_now)
-    primitive.def_effectful_abstract_eval(_abstract)
-    ad.primitive_jvps[primitive] = _jvp
-    ad.primitive_transposes[primitive] = _transpose
-    batching.primitive_batchers[primitive] = _batched
-    lower: Callable[..., Any] = mlir.lower_fun(_as_callback, multiple_results=False)
-    mlir.register_lowering(primitive, lower)
-    return primitive
-
-
-_primitive = _make()
+_primitive = Primitive("wfbp_collective")
+_primitive.def_impl(_now)
+_primitive.def_effectful_abstract_eval(_abstract)
+ad.primitive_jvps[_primitive] = _jvp
+ad.primitive_transposes[_primitive] = _transpose
+batching.primitive_batchers[_primitive] = _batched
+mlir.register_lowering(_primitive, mlir.lower_fun(_as_callback, multiple_results=False))
 
 
 def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.Array:

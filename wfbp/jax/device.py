@@ -130,8 +130,6 @@ class Programs:
 
 
 class GpuPrograms(Programs):
-    """Programs that run on a GPU."""
-
     def __init__(self, handlers: Any, device: XlaDevice) -> None:
         self._handlers, self._device = handlers, device
         self.name, self.copy, self.location = f"GPU {device.index}", device.move, OnDevice(device)

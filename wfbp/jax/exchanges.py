@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +19,6 @@ from typing import Any
 
 import jax
 
-from wfbp.core.plan import Plan
 from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.jax import native
@@ -45,13 +43,12 @@ class ExchangeDescription:
 
     @property
     def title(self) -> str:
-        """The name in messages."""
         name = self.options.name
         return f"{name} ({self.occurrence + 1})" if self.occurrence else name
 
     @cached_property
     def text(self) -> bytes:
-        """The text that :func:`consistency.check_specs` compares; the same in every process."""
+        """What ranks compare; the same in every process."""
         settings = {
             "name": self.title,
             "op": str(self.options.op),
@@ -86,8 +83,7 @@ class GradientExchange:
         expect: Callable[[Sequence[int]], None],
     ) -> None:
         self.title = description.title
-        self.reducer: Reducer | None = None
-        """None before the first step."""
+        self.reducer: Reducer | None = None  # before the first step
         self._who = f"{where}: {description.title}"
         self._specs = description.specs
         self._lock = lock
@@ -97,11 +93,10 @@ class GradientExchange:
         self._num_installed = 0
         self._addresses = [0] * len(self._specs)
         self._closing = False
-        self._failed = ""
-        """Why this step and all later ones raise."""
+        self._failed = ""  # why this step and all later ones raise
 
     def announce(self, index: int, address: int, time_s: float | None = None) -> None:
-        """Call with the lock held: a gradient exists since ``perf_counter`` ``time_s``, or now."""
+        """A gradient exists since ``perf_counter`` ``time_s``, or now; the lock is held."""
         if self._failed:
             return
         if self._addresses[index] or self._closing:
@@ -141,7 +136,7 @@ class GradientExchange:
             slots = reducer.synchronize(targets=outputs)
             if reducer.num_installed != self._num_installed:
                 self._num_installed = reducer.num_installed
-                self._expect(early_groups(reducer.tuner.plan, reducer.specs))
+                self._expect(reducer.early_groups)
             rest = [
                 (to, slot.address, spec.nbytes)
                 for to, slot, spec in zip(outputs, slots, self._specs, strict=True)
@@ -181,21 +176,6 @@ def _remedy() -> str:
             "device per process are exchanged; start a process for each"
         )
     return remedy
-
-
-def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
-    """By tensor, the group that may be sent before the step is closed, or -1.
-
-    >>> from wfbp.core.plan import Group
-    >>> specs = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
-    >>> early_groups(Plan("layerwise", specs, (Group((2,)), Group((1,)), Group((0,)))), specs)
-    [-1, 1, 0]
-    """
-    groups = dict.fromkeys(specs, -1)
-    if plan.overlap:
-        for number, group in enumerate(plan.groups[: plan.num_backward - 1]):
-            groups |= dict.fromkeys((plan.tensors[k] for k in group.tensors), number)
-    return list(groups.values())
 
 
 class ExchangeRegistry:
@@ -243,25 +223,20 @@ class ExchangeRegistry:
             exchange.reduce(inputs, outputs)
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """The report of every reducer, by the name of its exchange."""
         with self._lock:
             exchanges = list(self._exchanges.values())
         found: dict[str, dict[str, Any]] = {}
-        counts: Counter[str] = Counter()
         for exchange in exchanges:
             if exchange.reducer is not None:
-                counts[exchange.title] += 1
-                number = counts[exchange.title]
-                name = exchange.title if number == 1 else f"{exchange.title} [{number}]"
+                name, number = exchange.title, 1
+                while name in found:
+                    number += 1
+                    name = f"{exchange.title} [{number}]"
                 found[name] = exchange.reducer.report()
         return found
 
     def _wait(
-        self,
-        key: int,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        place: HandlerPlace,
+        self, key: int, inputs: Sequence[int], outputs: Sequence[int], place: HandlerPlace
     ) -> None:
         """Reduce a program's gradients, which exist at ``place``; called on an XLA thread."""
         with self._lock:

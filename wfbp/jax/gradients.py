@@ -67,29 +67,20 @@ class ExchangedLeaves:
             specs.append(TensorSpec(name, tuple(shape), dtype.name))
         return cls(treedef, tuple(places), tuple(specs))
 
-    def replace(
-        self, trees: Sequence[Any], change: Callable[[list[Any]], list[Any]]
-    ) -> tuple[Any, ...]:
-        """Trees of the same structure, with the exchanged leaves replaced by ``change``."""
+    def average(self, trees: Sequence[Any], runtime: Runtime, make: Describe) -> tuple[Any, ...]:
+        """Trees of the same structure with averaged leaves; every rank calls this together."""
+        description = make(runtime.config, self.specs) if self.specs else None
+        if description is None or runtime.size == 1:
+            return tuple(trees)
         leaves = self.treedef.flatten_up_to(tuple(trees))
-        changed = change([leaves[place] for place in self.places])
-        for place, value in zip(self.places, changed, strict=True):
+        averages = exchange(description, [leaves[place] for place in self.places])
+        for place, value in zip(self.places, averages, strict=True):
             leaves[place] = value
-        replaced: tuple[Any, ...] = self.treedef.unflatten(leaves)
-        return replaced
+        averaged: tuple[Any, ...] = self.treedef.unflatten(leaves)
+        return averaged
 
 
 Describe = Callable[[Config, Sequence[TensorSpec]], ExchangeDescription]
-
-
-def average(
-    runtime: Runtime, leaves: ExchangedLeaves, trees: Sequence[Any], make: Describe
-) -> tuple[Any, ...]:
-    """Trees of gradients, averaged over the ranks; every rank calls this together."""
-    description = make(runtime.config, leaves.specs) if leaves.specs else None
-    if description is None or runtime.size == 1:
-        return tuple(trees)
-    return leaves.replace(trees, partial(exchange, description))
 
 
 def describe(
@@ -116,7 +107,10 @@ _ANY = (TensorSpec("any", (1,), "float32"),)
 def exchange(description: ExchangeDescription, gradients: Sequence[Any]) -> list[Any]:
     """The reduced gradients: by the program that is being traced, or else now."""
     registry = exchange_registry()
-    given = [_typed(*pair) for pair in zip(description.specs, gradients, strict=True)]
+    given = list(gradients)
+    for index, spec in enumerate(description.specs):
+        if not isinstance(given[index], jax.Array):  # not narrowed before this
+            given[index] = jax.numpy.asarray(given[index], jax.numpy.dtype(spec.dtype))
     compiling = is_compiling()
     if compiling:
         # A single operand each: XLA runs a call as soon as its operands exist.
@@ -129,13 +123,6 @@ def exchange(description: ExchangeDescription, gradients: Sequence[Any]) -> list
         return list(_wait.bind(*given, site=description))
     key = registry.add(description)
     return registry.programs.reduce_now(given, key, registry.reduce)
-
-
-def _typed(spec: TensorSpec, gradient: Any) -> Any:
-    """The gradient as a JAX array; numbers and NumPy arrays are not narrowed before this."""
-    if isinstance(gradient, jax.Array):
-        return gradient
-    return jax.numpy.asarray(gradient, jax.numpy.dtype(spec.dtype))
 
 
 # The primitives.
@@ -157,11 +144,7 @@ def _key(program: Any, description: ExchangeDescription) -> int:
 
 
 def _lowered(
-    target: str,
-    context: Any,
-    *operands: Any,
-    site: ExchangeDescription,
-    index: int | None = None,
+    target: str, context: Any, *operands: Any, site: ExchangeDescription, index: int | None = None
 ) -> Any:
     """A call of an XLA handler whose results may share memory with its operands."""
     key = _key(context.module_context.context, site)
@@ -190,11 +173,9 @@ def _differentiated(*_: Any, **__: Any) -> Any:
 def _make(target: str) -> Primitive:
     primitive = Primitive(target)
     primitive.multiple_results = True
-
-    def by_itself(*operands: Any, **parameters: Any) -> Any:
-        return jax.jit(partial(primitive.bind, **parameters))(*operands)
-
-    primitive.def_impl(by_itself)
+    primitive.def_impl(
+        lambda *operands, **params: jax.jit(partial(primitive.bind, **params))(*operands)
+    )
     primitive.def_abstract_eval(lambda *avals, **_: [a.update(weak_type=False) for a in avals])
     ad.primitive_jvps[primitive] = _differentiated
     batching.primitive_batchers[primitive] = _batched
@@ -282,8 +263,8 @@ def value_and_grad(
         leaves = ExchangedLeaves.of([args[k] for k in chosen], [names[k] for k in chosen], user)
         value, grads = both(*args, **kwargs)
         if isinstance(argnums, Sequence):
-            return value, average(runtime, leaves, grads, make)
-        return value, average(runtime, leaves, [grads], make)[0]
+            return value, leaves.average(grads, runtime, make)
+        return value, leaves.average([grads], runtime, make)[0]
 
     return averaged
 
@@ -388,7 +369,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     ) -> tuple[optax.Updates, optax.OptState]:
         runtime = process.current("DistributedOptimizer.update()")
         leaves = ExchangedLeaves.of([updates], ["gradients"], "DistributedOptimizer")
-        (updates,) = average(runtime, leaves, [updates], make)
+        (updates,) = leaves.average([updates], runtime, make)
         result: tuple[optax.Updates, optax.OptState] = inner.update(
             updates, state, params, **extra_args
         )

@@ -55,7 +55,6 @@ def is_value(leaf: Any) -> bool:
 
 
 def has_arrays(tree: Any) -> bool:
-    """Whether a leaf of the tree is a JAX array."""
     if isinstance(tree, Iterator):  # JAX treats it as a leaf, and warns
         return False
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(tree))
@@ -124,7 +123,6 @@ def _own_copy(name: str, leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def _like(leaf: Any, values: np.ndarray[Any, Any]) -> Any:
-    """The values with the type and the devices of the leaf."""
     if isinstance(leaf, np.ndarray):
         return values
     if isinstance(leaf, np.generic):
@@ -192,19 +190,18 @@ def _means(values: list[Any], label: str, traced: bool) -> list[Any]:
         wait_for_programs()
         flat = np.concatenate([np.zeros(0), *(array.reshape(-1) for array in arrays)])
         mean = Collective(Kind.ALLREDUCE, label, Op.AVERAGE).run(flat)
-    ends = np.cumsum([array.size for array in arrays], dtype=int)
-    return [
-        _as(value, mean[end - array.size : end].reshape(array.shape))
-        for value, array, end in zip(values, arrays, ends, strict=True)
-    ]
-
-
-def _as(value: Any, mean: Any) -> Any:
-    if isinstance(value, jax.Array):
-        return jnp.asarray(mean, _floating(value))
-    if isinstance(value, np.ndarray):
-        return mean.astype(_floating(value))
-    return float(mean)
+    means: list[Any] = []
+    end = 0
+    for value, array in zip(values, arrays, strict=True):
+        start, end = end, end + array.size
+        part = mean[start:end].reshape(array.shape)
+        if isinstance(value, jax.Array):
+            means.append(jnp.asarray(part, _floating(value)))
+        elif isinstance(value, np.ndarray):
+            means.append(part.astype(_floating(value)))
+        else:
+            means.append(float(part))
+    return means
 
 
 def _floating(value: Any) -> Any:

@@ -19,7 +19,7 @@ from wfbp.comm.backend import Work
 from wfbp.comm.memory import Memory, SlotTable
 from wfbp.core.plan import Plan, aligned, layout
 from wfbp.core.types import Op, Operation, TensorSpec, item_bytes, wire_type
-from wfbp.runtime.step import Gather, Step, StepResult
+from wfbp.runtime.step import BufferView, Gather, Step, StepResult
 
 _STEP_BITS = 6
 STEP_CYCLE = 1 << _STEP_BITS
@@ -50,9 +50,9 @@ class GroupBuffer:
         this = plan.groups[group]
         self._memory = memory
         self._op = op
-        self._operation = this.operation
+        self._is_gather = this.operation is Operation.ALL_GATHER
+        # Whether results are whole tensors; else they are this rank's shards.
         self.whole = this.operation is Operation.ALL_REDUCE
-        """Whether results are whole tensors; else they are this rank's shards."""
         backend = memory.backend
         size, self._own = (1, 0) if self.whole else (backend.size, backend.rank)
         self._tensor_dtype = plan.dtype(group)
@@ -74,13 +74,14 @@ class GroupBuffer:
         self.nbytes = self._block_bytes * size
         self._tail_end = self._tail + in_message * item_bytes(self.dtype)
         self._message = self._results = self._new_message()
-        if self._casts and self._operation is not Operation.ALL_GATHER:
+        if self._casts and not self._is_gather:
             self._results = self._new_results()
         self._other: _Storage | None = None
 
     def _lay_out(self, specs: Sequence[TensorSpec], size: int) -> None:
         """Decide the tensors' offsets in a block, and which of them are not packed."""
         self._ranges = [[shard_range(spec, rank, size) for spec in specs] for rank in range(size)]
+        self._own_bytes = [stop - start for start, stop in self._ranges[self._own]]  # of results
         self._nbytes = [spec.nbytes for spec in specs]
         limit = self._memory.zero_copy_min_bytes
         if self._casts or limit is None:
@@ -104,15 +105,11 @@ class GroupBuffer:
         """Bytes in the message for so many bytes of a tensor."""
         return nbytes // item_bytes(self._tensor_dtype) * item_bytes(self.dtype)
 
-    def _own_bytes(self) -> list[int]:
-        """Bytes of this rank's results, by position."""
-        return [stop - start for start, stop in self._ranges[self._own]]
-
     def _new_message(self) -> _Storage:
         prefers = self.whole or self._memory.backend.on_two_levels
         data = self._memory.zeros(self.nbytes, travels=prefers)
         offsets = [self._own * self._block_bytes + offset for offset in self._offsets]
-        message = _Storage(self._memory, data, offsets, self._own_bytes())
+        message = _Storage(self._memory, data, offsets, self._own_bytes)
         message.copies_segments = self.whole and self._memory.backend.copies_segments(data)
         every, own = range(len(self._counts)), [self._own]
         message.packing = self._table(data, own if self._is_gather else every)
@@ -129,13 +126,8 @@ class GroupBuffer:
         return message
 
     def _new_results(self) -> _Storage:
-        sizes = self._own_bytes()
-        offsets, end = layout(sizes)
-        return _Storage(self._memory, self._memory.zeros(aligned(end)), offsets, sizes)
-
-    @property
-    def _is_gather(self) -> bool:
-        return self._operation is Operation.ALL_GATHER
+        offsets, end = layout(self._own_bytes)
+        return _Storage(self._memory, self._memory.zeros(aligned(end)), offsets, self._own_bytes)
 
     def _table(self, data: Buffer, ranks: Sequence[int]) -> _PieceTable:
         """A table of the packed tensors' pieces in some blocks."""
@@ -156,6 +148,10 @@ class GroupBuffer:
         offset = results.offsets[position]
         return results.data[offset : offset + stop - start]
 
+    def view(self, position: int) -> BufferView:
+        """The same with its address, for the training thread."""
+        return BufferView(self.result(position), self._results.places[position], self.whole)
+
     def pack(self, step: Step | Gather) -> None:
         """Copy the tensors at ``step.sources`` into the message; zeros for absent ones."""
         sources = self._pick(step.sources)
@@ -166,9 +162,20 @@ class GroupBuffer:
             sources = self._note_large(step, list(sources))
         message.packing.point(sources if self.whole else self._pick_packed(step.sources))
         message.packing.table.pack()
-        if self._flagged:
-            assert isinstance(step, Step)
-            self._write_flags(step)
+        if not self._flagged:
+            return
+        assert isinstance(step, Step)
+        flags = [1 if step.sources[k] else 0 for k in self._flagged]
+        flags += [step.requested, step.whole, step.discards]
+        flags += step_flags(step.number % STEP_CYCLE, step.place)
+        if self._flags_beside.size:
+            self._flags_beside[:] = flags
+            return
+        values = np.array(flags, np.uint16)
+        if self.dtype == "bfloat16":
+            values *= _ONE_AS_BFLOAT16
+        for tail in self._message.tails:
+            tail[:] = values
 
     def _make_way(self, sources: Sequence[int]) -> None:
         """Move results to storage without any of these gradients."""
@@ -187,11 +194,8 @@ class GroupBuffer:
         self._segments = []
         self._delivered.clear()
         for position, counts in self._large.items():
-            k, offset, nbytes = (
-                self._members[position],
-                self._offsets[position],
-                self._nbytes[position],
-            )
+            k, nbytes = self._members[position], self._nbytes[position]
+            offset = self._offsets[position]
             if not self.whole:
                 data = _memory_at(sources[position], nbytes, step.owners[k])
                 self._segments.append(Segment(offset, data, counts))
@@ -242,19 +246,6 @@ class GroupBuffer:
                 targets = tuple(0 if k in self._delivered else target for k, target in members)
             self._message.unpacking.point(targets)
             self._memory.deliver(self._message.unpacking.table)
-
-    def _write_flags(self, step: Step) -> None:
-        flags = [1 if step.sources[k] else 0 for k in self._flagged]
-        flags += [step.requested, step.whole, step.discards]
-        flags += step_flags(step.number % STEP_CYCLE, step.place)
-        if self._flags_beside.size:
-            self._flags_beside[:] = flags
-            return
-        values = np.array(flags, np.uint16)
-        if self.dtype == "bfloat16":
-            values *= _ONE_AS_BFLOAT16
-        for tail in self._message.tails:
-            tail[:] = values
 
     def read_flags(self, step: Step) -> StepResult:
         """All ranks' flags of the step, for a rank that is at this step."""

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp.comm.arrays import Buffer
-from wfbp.core.ranks import name_values
 from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError, PeerError
 from wfbp.runtime.runtime import Runtime
@@ -26,14 +25,14 @@ _MAX_NAMED = 5
 
 def encode_specs(specs: Sequence[TensorSpec], settings: dict[str, Any]) -> bytes:
     """A rank's tensors and settings, encoded for :func:`check_specs`."""
-    return encode_arrays(((s.name, s.shape, s.dtype) for s in specs), settings)
+    return encode_arrays([(s.name, s.dtype, s.shape) for s in specs], settings)
 
 
 def encode_arrays(
-    arrays: Iterable[tuple[str, Sequence[int], str]], settings: dict[str, Any]
+    arrays: Iterable[tuple[str, str, Sequence[int]]], settings: dict[str, Any]
 ) -> bytes:
-    """The same of names, shapes and element types, which may be none of a ``TensorSpec``."""
-    rows = [[name, list(shape), dtype] for name, shape, dtype in arrays]
+    """The same of names, element types, which may be none of a ``TensorSpec``, and shapes."""
+    rows = [[name, list(shape), dtype] for name, dtype, shape in arrays]
     return json.dumps({"tensors": rows, "settings": settings}).encode()
 
 
@@ -51,13 +50,6 @@ def check_specs(who: str, payloads: Sequence[bytes]) -> None:
             f"{who}: ranks disagree: {'; '.join(shown)}. Every rank must pass the same tensors, "
             "in the same order, with the same settings"
         )
-
-
-def check_equal(who: str, what: str, values: Sequence[str]) -> None:
-    """Raise ``DisagreementError`` unless all ranks have the same value."""
-    if len(set(values)) > 1:
-        by_rank = name_values(dict(enumerate(values)))
-        raise DisagreementError(f"{who}: ranks disagree on {what}: {by_rank}")
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> list[str]:
@@ -114,7 +106,6 @@ def check_consistent(runtime: Runtime, call: str, detail: str = "") -> None:
 
 
 def check_root(runtime: Runtime, root_rank: int) -> None:
-    """Raise ``ValueError`` unless the root is a rank."""
     if not 0 <= root_rank < runtime.size:
         raise ValueError(f"root_rank is {root_rank}; expected 0 to {runtime.size - 1}")
 
@@ -141,9 +132,7 @@ def check_writable(name: str, array: Any) -> None:
 
 def in_native_order(array: Array) -> Array:
     """The array in this machine's byte order, as messages need; itself if it is already."""
-    if array.dtype.isnative:
-        return array
-    return array.astype(array.dtype.newbyteorder("="))
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 @lru_cache

@@ -8,7 +8,6 @@ from wfbp.comm.waiting import num_cores
 
 
 def own_cores() -> list[int]:
-    """The cores that this process may use."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(num_cores())
     return sorted(cores)
 

@@ -11,13 +11,24 @@ from wfbp.comm.backend import Backend, Work
 from wfbp.comm.memory import Dependencies, Memory, Stamp
 from wfbp.comm.probe import WINDOW
 from wfbp.core.cost import Costs
-from wfbp.core.plan import Plan
+from wfbp.core.plan import Plan, split_by_dtype
 from wfbp.core.sequencer import Sequencer
+from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import GroupBuffer
+from wfbp.runtime.progress.channel import ControlChannel
 from wfbp.runtime.progress.loop import Reply
-from wfbp.runtime.step import Close, Gather, GroupReady, GroupTime, Step, StepResult
+from wfbp.runtime.step import (
+    BufferView,
+    Close,
+    Gather,
+    GradientRef,
+    GroupReady,
+    GroupTime,
+    Step,
+    StepResult,
+)
 
 
 @dataclass(slots=True)
@@ -44,8 +55,7 @@ class Lane:
         self.reply: Reply[StepResult] = Reply()
         self.arrivals: Reply[GroupTime] = Reply()
         self.polls = memory.polls
-        self.open_step = Step(0, [], [], [])
-        """The current step of training, for :meth:`describe`."""
+        self.open_step = Step(0, [], [], [])  # the current step of training, for describe()
         self._memory = memory
         self._options = options
         self._name = options.name
@@ -62,18 +72,7 @@ class Lane:
         """Use another plan from the next step on; returns a buffer per group."""
         self._memory.settle()
         self._gather = None  # else it would keep memory that no plan uses any more
-        options = self._options
-        self.buffers = [
-            GroupBuffer(
-                plan,
-                group,
-                members,
-                options.op,
-                self._memory,
-                options.wire_dtype if group < plan.num_backward else options.gather_dtype,
-            )
-            for group in range(len(plan.groups))
-        ]
+        self.buffers = self._make_buffers(plan, members)
         self._expected_s = [
             None if costs is None else costs.of(group.operation)(buffer.nbytes)
             for group, buffer in zip(plan.groups, self.buffers, strict=True)
@@ -83,6 +82,45 @@ class Lane:
         # In one assignment: the communication thread may be asked where it is at any time.
         self._described = plan, self._sequencer
         return self.buffers
+
+    def _make_buffers(self, plan: Plan, members: Sequence[int]) -> list[GroupBuffer]:
+        options, buffers = self._options, []
+        for group in range(len(plan.groups)):
+            wire = options.wire_dtype if group < plan.num_backward else options.gather_dtype
+            buffers.append(GroupBuffer(plan, group, members, options.op, self._memory, wire))
+        return buffers
+
+    def reduce_now(
+        self, channel: ControlChannel, specs: Sequence[TensorSpec], gradients: Sequence[GradientRef]
+    ) -> list[BufferView | None]:
+        """Reduce gradients outside of the plan, in new storage, between two steps; None where no
+        rank has one. Collective; on the training thread."""
+        memory = self._memory
+        step = Step(0, [address for address, _ in gradients], [owner for _, owner in gradients], [])
+        _, dependencies = memory.close()
+        plan = Plan("unplanned", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
+        memory.settle()
+        buffers = self._make_buffers(plan, range(len(specs)))
+        for buffer in buffers:
+
+            def send(_: Backend, buffer: GroupBuffer = buffer) -> Work[None]:
+                memory.order(dependencies)
+                buffer.pack(step)
+                memory.packed()
+                return buffer.send()
+
+            channel.call(send, "gradients outside of the plan")
+            buffer.arrived()
+        memory.join()
+        present = buffers[-1].read_flags(step).present
+        views: list[BufferView | None] = [None] * len(specs)
+        for buffer, group in zip(buffers, plan.groups, strict=True):
+            for position, k in enumerate(group.tensors):
+                if present[k]:
+                    views[k] = buffer.view(position)
+        return views
+
+    # Under the progress lock.
 
     def advance(self) -> bool:
         memory = self._memory
@@ -200,8 +238,8 @@ class Lane:
 
     @property
     def owes_work(self) -> bool:
-        gathers = any(isinstance(event, Gather) for event in list(self.events))
-        return gathers or self._sequencer.gathering
+        # In this order: shutdown() asks from its thread while the lane may take an event.
+        return Gather in map(type, list(self.events)) or self._sequencer.gathering
 
     @property
     def expected_s(self) -> float | None:

@@ -29,6 +29,8 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.uncaught import describe_error
 
 _runtime: Runtime | None = None
+_operations: Collectives | None = None
+"""Named operations of the runtime."""
 _finishers: list[Callable[[Runtime], None]] = []
 _watches_forks = False
 
@@ -41,7 +43,7 @@ def start(
     problem: Exception | None = None,
 ) -> None:
     """Start the runtime for ``wfbp.init()``; raises ``problem`` after meeting the others."""
-    global _runtime, _watches_forks
+    global _runtime, _operations, _watches_forks
     if _runtime is not None:
         return
     given: object = config  # whatever its type says
@@ -66,7 +68,7 @@ def start(
     runtime = Runtime(backend, config)
     try:  # other ranks wait for this one from here on, so it must leave with a notice
         check_settings(runtime, problem)
-        runtime.collectives = Collectives(runtime)
+        operations = Collectives(runtime)
         if config.record:
             _start_timeline(runtime)
         if runtime.size > 1:
@@ -74,7 +76,7 @@ def start(
     except BaseException:
         runtime.shutdown()
         raise
-    _runtime = runtime
+    _runtime, _operations = runtime, operations
     uncaught.install(runtime)
     atexit.register(shutdown)
     if not _watches_forks and hasattr(os, "register_at_fork"):
@@ -124,13 +126,13 @@ def _is_communicator(comm: Any) -> bool:
 
 def shutdown() -> None:
     """Leave the job; it waits until the other ranks leave too. Also done at exit."""
-    global _runtime
+    global _runtime, _operations
     if _runtime is None:
         return
     try:
         let_go(_runtime)
     finally:  # others wait for this rank to leave, whatever its own program makes of its end
-        runtime, _runtime = _runtime, None
+        runtime, _runtime, _operations = _runtime, None, None
         atexit.unregister(shutdown)
         uncaught.uninstall()
         runtime.record(None)
@@ -189,6 +191,13 @@ def current(call: str) -> Runtime:
     if _runtime is None:
         raise NotInitializedError(call)
     return _runtime
+
+
+def operations(call: str) -> Collectives:
+    """The named operations of the runtime, as :func:`current`."""
+    if _operations is None:
+        raise NotInitializedError(call)
+    return _operations
 
 
 def rank() -> int:

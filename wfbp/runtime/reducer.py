@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +38,6 @@ from wfbp.runtime.step import (
     StepResult,
 )
 from wfbp.runtime.tuning.tuner import Tuner
-from wfbp.runtime.unplanned import reduce_now
 
 SAMPLED_STEPS = 16
 """With a chosen plan and no recorder, one step in this many is timed."""
@@ -59,28 +59,21 @@ class Reducer:
     :meth:`flush`. All other methods are for the training thread.
     """
 
-    sparse: Collection[int] = ()
-    """Tensors with sparse gradients here, which the caller exchanges; set before synchronize()."""
-    sparse_anywhere: Sequence[int] = ()
-    """The same of any rank, in the last reduced step."""
-    joined = False
-    """Whether this rank has no more data, and takes part without gradients; set by its caller."""
+    # The caller sets these before synchronize().
+    sparse: Collection[int] = ()  # tensors with sparse gradients here, which the caller exchanges
+    joined = False  # this rank has no more data, and takes part without gradients
+    place = 0  # which call closes steps, below 64: 0 for ``step()`` and ``synchronize()``
+    evaluates = False  # this step is an evaluation of a closure
+
+    # Of the last reduced step.
+    sparse_anywhere: Sequence[int] = ()  # tensors with sparse gradients on any rank
     joined_ranks: Sequence[int] = ()
-    """Ranks that had joined in the last reduced step."""
-    place = 0
-    """Which call closes steps, below 64: 0 for ``step()`` and ``synchronize()``."""
-    evaluates = False
-    """Whether this step is an evaluation of a closure; set by its caller."""
-    evaluated = False
-    """The same of any rank, in the last reduced step, if ranks have joined."""
-    profiling = False
-    """Whether this step's times will be used to plan."""
-    num_installed = 0
-    """How many plans have been installed."""
-    decoupled = False
-    """Whether the plan decouples any tensor."""
-    _detailed = True
-    """Whether all moments of a step are used, and not only its length."""
+    evaluated = False  # whether any rank evaluates a closure, if ranks have joined
+
+    profiling = False  # whether this step's times will be used to plan
+    num_installed = 0  # plans so far
+    decoupled = False  # whether the plan decouples any tensor
+    _detailed = True  # whether all moments of a step are used, and not only its length
 
     def __init__(
         self,
@@ -122,7 +115,7 @@ class Reducer:
         mine = consistency.encode_specs(self.specs, settings)
         payloads = channel.exchange_if_different(mine, f"{name}: {what}", what)
         consistency.check_specs(self.who, payloads)
-        with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
+        with runtime.in_turn(channel, f"{name}: making a lane"):
             backend, beside = runtime.lease(channel)
             self.memory = memory = location(runtime, backend, channel.call)
         # Separate, because ranks may end the steps of several reducers in different orders.
@@ -142,8 +135,7 @@ class Reducer:
         self._arrival_lock = threading.RLock()  # a signal handler may wait within a wait
         self._num_arrived = 0
         self._gather: Gather | None = None
-        self.gather_groups: Sequence[Sequence[int]] = ()
-        """The tensors of each all-gather, in the order of sending."""
+        self.gather_groups: Sequence[Sequence[int]] = ()  # tensors, in the order of sending
         keep_freed_memory()
         self._install()
         runtime.add_lane(lane)
@@ -214,11 +206,16 @@ class Reducer:
             self._sources[index], self._owners[index] = address, owner
 
     def drop(self, index: int) -> None:
-        """A tensor's gradient that was announced is gone: this rank has none now."""
+        """A tensor's announced gradient is gone: this rank has none now."""
         if not self._may_have_left(index):
             self._sources[index], self._owners[index] = 0, None
         elif self._sources[index]:
             self._unplanned[index] = (0, None)
+
+    @property
+    def early_groups(self) -> list[int]:
+        """By tensor, the group that may be sent before the step is closed, or -1."""
+        return [group if group < self._num_early else -1 for group in self._group_of]
 
     @property
     def open(self) -> bool:
@@ -347,38 +344,38 @@ class Reducer:
         return views
 
     def _view(self, group: int) -> None:
-        """Views of a group's reduced gradients."""
         buffer = self._buffers[group]
         self._num_moves[group] = buffer.num_moves
         for position, index in enumerate(self._members[group]):
-            data = buffer.result(position)
-            view = BufferView(data, self.memory.address(data), buffer.whole)
-            self._views[index] = view
+            self._views[index] = view = buffer.view(position)
             # (Of a tensor without elements the address may be another one's.)
             if view.whole and self.specs[index].numel:
                 self._owner_of[view.address] = index
 
     def _learn_passes(self) -> None:
         """Expect as many passes as this step had: more at once, fewer after some steps."""
-        fired = [expected - due for expected, due in zip(self._expected, self._due, strict=True)]
-        pairs = list(zip(fired, self._expected, strict=True))
-        rarer = any(0 < count < expected for count, expected in pairs)
+        expected = self._expected
+        fired = [count - due for count, due in zip(expected, self._due, strict=True)]
+        rarer = any(0 < count < most for count, most in zip(fired, expected, strict=True))
         self._rarer_steps = self._rarer_steps + 1 if rarer else 0
         if self._rarer_steps >= _PATIENCE_STEPS:
-            self._rarer_steps = 0
-            self._expected = [max(1, count) for count in fired]
-        else:
-            self._expected = [max(count, expected) for count, expected in pairs]
+            self._rarer_steps, expected = 0, [1] * len(expected)
+        self._expected = list(map(max, fired, expected))
 
     def discard(self) -> None:
         """Forget the open step's zeroed gradients; raises if an earlier discard failed."""
         reply = self._lane.reply
         while self._discarded and reply.answered:
-            reply.get(timeout_s=0.0)
+            reply.get()
             self._discarded.popleft()
         if not self.open and not any(self._sources):
             return
-        if not self._withdraw_groups():
+        # The lane takes from the other end of the deque, whose operations are atomic.
+        with suppress(IndexError):  # the lane has read events, and may have sent the step
+            while self._num_posted:
+                self._events.pop()
+                self._num_posted -= 1
+        if self._num_posted:
             # Complete the step, and drop its results. Do not wait for it: other ranks may have had
             # no gradients to discard, and arrive later. Gradients without event take part, so that
             # no result overwrites them: the next step may add to them.
@@ -392,17 +389,6 @@ class Reducer:
             self._number += 1
             self._thread.loop.wakeup.set()
         self._begin(self.memory.now())
-
-    def _withdraw_groups(self) -> bool:
-        """Take the step's events back; False if the lane has read any, and may have sent it."""
-        # The lane takes from the other end of the deque, whose operations are atomic.
-        while self._num_posted:
-            try:
-                self._events.pop()
-            except IndexError:
-                return False
-            self._num_posted -= 1
-        return True
 
     # Between steps: measurements and the next plan.
 
@@ -482,12 +468,10 @@ class Reducer:
         self.evaluated = any(message["evaluates"] for message in messages)
         unplanned = sorted({k for message in messages for k in message["unplanned"]})
         if unplanned:
-            views = reduce_now(
-                self.memory,
+            views = self._lane.reduce_now(
                 self._channel,
                 [self.specs[k] for k in unplanned],
                 [self._unplanned_gradient(k) for k in unplanned],
-                self._options,
             )
             for index, view in zip(unplanned, views, strict=True):
                 reduced[index] = view
@@ -498,8 +482,7 @@ class Reducer:
         elif due or wished:
             tuner.decide([m["tuner"] for m in messages], self._measure_costs, self._share)
         if joining or due or wished:
-            digests = self.exchange(tuner.plan.digest.encode(), "plan")
-            consistency.check_equal(self.who, "the plan", [d.decode() for d in digests])
+            self.exchange(b"", f"the plan {tuner.plan.digest}")  # which must be the same
         return bool(self.joined_ranks)  # which use no shards
 
     def _unplanned_gradient(self, index: int) -> GradientRef:
@@ -517,10 +500,10 @@ class Reducer:
 
     def _measure_costs(self) -> Costs:
         nbytes, tuner = sum(spec.nbytes for spec in self.specs), self.tuner
-        label = f"{self._name}: measuring the network"
-        with self._runtime.collective_lock.hold(self._channel, label):
-            return self._runtime.measure_costs(
-                nbytes, tuner.operations, tuner.doubts_costs, self.memory.backend, self._channel
+        backend, call = self.memory.backend, self._channel.call
+        with self._runtime.in_turn(self._channel, f"{self._name}: measuring the network"):
+            return self._runtime.network.measure(
+                nbytes, tuner.operations, tuner.doubts_costs, backend, call
             )
 
     def _share(self, compute: Callable[[], Any]) -> Any:
@@ -590,24 +573,19 @@ class Reducer:
         return whole
 
     def decouples_tensor(self, index: int) -> bool:
-        """Whether the plan decouples a tensor."""
         return self._gather_of[index] >= 0
 
     def await_tensor(self, index: int) -> None:
         """Wait until a gathered tensor is whole; ``WfbpError`` if ranks failed or are late."""
-        self._await_arrival(self._gather_of[index])
+        self.flush(self._gather_of[index])
 
-    def flush(self) -> None:
-        """Wait until everything that is gathered has arrived."""
-        self._await_arrival(len(self.gather_groups) - 1)
-
-    def _await_arrival(self, group: int) -> None:
-        while self._num_arrived <= group:
+    def flush(self, group: int = sys.maxsize) -> None:
+        """Wait until the gathers up to this one, or all, have arrived."""
+        while self._num_arrived <= min(group, len(self.gather_groups) - 1):
             # One arrival at a time: a thread that waits for an early group waits for no later one.
             with self._arrival_lock:
                 # Another thread may have waited meanwhile, and then the plan may have changed.
-                group = min(group, len(self.gather_groups) - 1)
-                if self._num_arrived > group:
+                if self._num_arrived > min(group, len(self.gather_groups) - 1):
                     return
                 start = self.memory.now()
                 label = f"{self._name}: all-gather"

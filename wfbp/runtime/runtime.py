@@ -10,29 +10,22 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from wfbp.comm.backend import Backend, HostBackend
 from wfbp.config import Config
-from wfbp.core.cost import Costs
-from wfbp.core.types import Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
-from wfbp.runtime.progress.channel import CollectiveLock, ControlChannel
+from wfbp.runtime.progress.channel import ControlChannel
 from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
-from wfbp.runtime.progress.lane_protocol import LaneProtocol
-from wfbp.runtime.progress.loop import TICK_S, Reply
+from wfbp.runtime.progress.loop import TICK_S, LaneProtocol, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline import TraceWriter
 from wfbp.runtime.tuning.network import NetworkCosts
-
-if TYPE_CHECKING:
-    from wfbp.comm.device.links import DeviceLinks
-    from wfbp.runtime.collectives.operations import Collectives
-
 
 log = logging.getLogger("wfbp")
 
@@ -69,12 +62,12 @@ class Runtime:
         self.local_rank = backend.local_rank
         self.local_size = backend.local_size
         self.library = backend.library
+        # init() learns these: of every rank, its number on its host and how many there are; and
+        # how many ranks may use exactly this rank's cores.
         self.places: Sequence[tuple[int, int]] = ()
-        """Of every rank, its number on its host and how many there are; init() learns them."""
         self.core_sharers = 1
-        """How many ranks may use exactly this rank's cores; init() counts them."""
         self.backend = backend
-        self._network = NetworkCosts(
+        self.network = NetworkCosts(
             config.probe_budget_s, self.check_measurement, backend.rank == 0
         )
         self._inner: list[Runtime] = []  # of process sets, in the order of making
@@ -86,15 +79,13 @@ class Runtime:
         self._lanes: dict[int, LaneProtocol] = {}  # those in use, by the number of their backends
         # Those that cannot be freed at the end: numbers of their process sets and backends.
         self._unfinished: set[tuple[int, int]] = set()
-        # Reducers, which shutdown() releases.
+        # Reducers, which release their buffers at shutdown().
         self.users: WeakSet[Any] = WeakSet() if within is None else within.users
-        """Objects that release their buffers at :meth:`shutdown`."""
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
         self.timeline: TraceWriter | None = None if within is None else within.timeline
-        """Current recording of steps, if any."""
-        # Named operations; init() makes them, on every rank.
-        self.collectives: Collectives | None = None
+        # Called under the progress lock when all ranks end, before the backend is closed.
+        self.at_end: list[Callable[[], None]] = []
         self._num_stores = count()
         self._warned: dict[str, object] = {}
         self.where = f"rank {self.rank} of {self.size}"
@@ -102,15 +93,21 @@ class Runtime:
             self.thread = CommunicationThread(backend, config, self.where)
             self._loop = self.thread.loop
             self._fetches = Fetches(backend, self._loop, self.where)
-            self._loop.handle_notices(_WARNING, self._hear_warning)
-            self._loop.handle_notices(_UNFINISHED, self._hear_unfinished)
+            # All ranks get another rank's warning; one of them logs it.
+            self._loop.handle_notices(
+                _WARNING, lambda _, n: self._warn(n["topic"], n["text"], logs=self.rank == 0)
+            )
+            self._loop.handle_notices(
+                _UNFINISHED, lambda _, n: self._unfinished.update(map(tuple, n["lanes"]))
+            )
         else:
             self.where += f" of process set {list(members.ranks or ())}"
             self.thread, self._loop, self._fetches = within.thread, within._loop, within._fetches
             within._inner.append(self)
-        self.collective_lock = CollectiveLock(self.rank)
-        self.attached: list[DeviceLinks] = []
-        """Attachments of the lanes' memory, closed with the runtime."""
+        # Held by rank 0 from before any rank begins an operation until every rank has ended it.
+        self._turn: AbstractContextManager[Any] = nullcontext() if self.rank else threading.RLock()
+        # Attachments of the lanes' memory (``comm/locations``), closed with the runtime.
+        self.attached: list[Any] = []
         self.channel = self.channel_on(backend)
         # For lanes made later in a program, when ranks' exchanges may differ in order.
         self.planning_channel = self.channel
@@ -133,26 +130,19 @@ class Runtime:
         """Log a warning once per topic and job, on rank 0 if it still listens; any thread."""
         if self._within is not None:
             self._within.warn_once(topic, text)
-        elif self._is_new(topic):
-            rank_0_listens = not (self._closed or self.thread.error or 0 in self._loop.ended)
-            if self.rank and rank_0_listens:
-                self._tell({"kind": _WARNING, "topic": topic, "text": text})
-            else:
-                self._log_for_all(text)
+        elif self.rank == 0 or self._closed or self.thread.error or 0 in self._loop.ended:
+            self._warn(topic, text, logs=True)
+        elif self._warn(topic, text, logs=False):
+            self._tell({"kind": _WARNING, "topic": topic, "text": text})
 
-    def _hear_warning(self, _: int, notice: dict[str, Any]) -> None:
-        """Handle another rank's warning, which all others get too."""
-        if self._is_new(notice["topic"]) and self.rank == 0:
-            self._log_for_all(notice["text"])
-
-    def _log_for_all(self, text: str) -> None:
-        others = " (shown once; other ranks may have this problem too)"
-        log.warning("%s%s", text, others if self.size > 1 else "")
-
-    def _is_new(self, topic: str) -> bool:
-        """Whether this rank has not warned or heard of it yet; any thread."""
+    def _warn(self, topic: str, text: str, logs: bool) -> bool:
+        """Note, and perhaps log, a warning; whether it is new on this rank. Any thread."""
         mine = object()
-        return self._warned.setdefault(topic, mine) is mine
+        is_new = self._warned.setdefault(topic, mine) is mine
+        if is_new and logs:
+            others = " (shown once; other ranks may have this problem too)"
+            log.warning("%s%s", text, others if self.size > 1 else "")
+        return is_new
 
     def distinct_name(self, name: str) -> str:
         """A name for a reducer's records: later ones of the same name get a number."""
@@ -167,7 +157,8 @@ class Runtime:
 
     def separate_planning(self) -> None:
         """Give :attr:`planning_channel` its own backend; collective."""
-        self.planning_channel = self.channel_on(self._duplicate(self.channel))
+        backend = self.channel.run(lambda own: own.duplicate(), "making a channel")
+        self.planning_channel = self.channel_on(backend)
 
     def record(self, timeline: TraceWriter | None) -> None:
         """Close the current timeline, and record in another one, or in none."""
@@ -181,7 +172,7 @@ class Runtime:
         """A store that others may fetch from; made on every rank, in the same order."""
         store = Store(f"{self.members.number}:{next(self._num_stores)}", self.members)
         if self.size > 1:
-            self.thread.post(lambda: self._fetches.add(store))
+            self._fetches.stores[store.key] = store
         return store
 
     def drop_store(self, store: Store) -> None:
@@ -207,36 +198,31 @@ class Runtime:
             chosen: int = min(common)
             self._idle.remove(chosen)
             return self._leased[chosen]
-        self._leased.append((self._duplicate(channel), self._duplicate(channel)))
+        self._leased.append(
+            channel.run(lambda own: (own.duplicate(), own.duplicate()), "making a lane")
+        )
         return self._leased[-1]
+
+    @contextmanager
+    def in_turn(self, channel: ControlChannel, label: str) -> Iterator[None]:
+        """Context for an operation that blocks a rank until all ranks have begun it, such as making
+        communicators: ranks in different ones would deadlock; collective on ``channel``."""
+        # Rank 0 decides the order; the others learn it on each operation's own channel.
+        with self._turn:
+            channel.exchange(b"", f"{label}: its turn")
+            yield
+            channel.exchange(b"", f"{label}: its end")
 
     def _idle_everywhere(self, channel: ControlChannel, label: str) -> set[int]:
         """Numbers of the leased backends that are idle on all ranks; collective."""
         payloads = channel.exchange(json.dumps(sorted(self._idle)).encode(), label)
         return set.intersection(*(set(json.loads(payload)) for payload in payloads))
 
-    def _duplicate(self, channel: ControlChannel) -> HostBackend:
-        return channel.run(lambda backend: backend.duplicate(), "making a lane")
-
-    def measure_costs(
-        self,
-        max_bytes: int,
-        operations: Sequence[Operation] = (Operation.ALL_REDUCE,),
-        anew: bool = False,
-        lane_backend: Backend | None = None,  # of a lane that sends nothing now
-        channel: ControlChannel | None = None,
-    ) -> Costs:
-        """Cost curves up to a message size, equal on every rank, each measured once; collective."""
-        return self._network.measure(
-            max_bytes, operations, anew, lane_backend, (channel or self.channel).call
-        )
-
     def expect_other_threads(self) -> None:
         """From now on any thread may begin a collective, so this rank is never judged."""
         self._loop.watch.other_threads = True
 
     def add_lane(self, lane: LaneProtocol) -> None:
-        """Serve a lane from now on."""
         self._lanes[self.number_of(lane.backend)] = lane
         self.thread.post(lambda: self._loop.add_lane(lane, self.members))
 
@@ -276,7 +262,9 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
-        self._wait_until(lambda: not self.thread.owes_work, self.config.timeout_s)
+        self._wait_until(
+            lambda: bool(self.thread.error) or not self._loop.owes_work, self.config.timeout_s
+        )
         self.thread.post(self._say_bye)
         if self.thread.error is None:
             left, num_others = self._loop.watch.left, self.size - 1
@@ -325,9 +313,6 @@ class Runtime:
         self._loop.send_notice({"kind": _UNFINISHED, "lanes": lanes})
         self._loop.send_notice({"kind": "bye"})
 
-    def _hear_unfinished(self, _: int, notice: dict[str, Any]) -> None:
-        self._unfinished.update((set_number, number) for set_number, number in notice["lanes"])
-
     def _give_back(self) -> None:
         self._loop.closing = True
         for runtime in (self, *self._inner):
@@ -342,8 +327,8 @@ class Runtime:
             inner.backend.close()
         if self.planning_channel is not self.channel:
             self.planning_channel.close()
-        if self.collectives is not None:
-            self.collectives.close()
+        for end in self.at_end:
+            end()
         self.backend.close()
 
     def _give_up(self) -> None:

@@ -87,8 +87,3 @@ class BufferView(NamedTuple):
     data: Buffer
     address: int
     whole: bool = True
-
-    @classmethod
-    def of(cls, data: Buffer, whole: bool = True) -> BufferView:
-        """The view of these bytes of the host."""
-        return cls(data, data.__array_interface__["data"][0], whole)

@@ -33,7 +33,6 @@ def install(runtime: Runtime) -> None:
 
 
 def uninstall() -> None:
-    """Put the previous hooks back."""
     global _previous, _runtime
     _runtime = None
     if _previous is not None:

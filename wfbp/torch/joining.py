@@ -14,7 +14,6 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 
 from wfbp.runtime import process, signals
-from wfbp.runtime.collectives import api
 from wfbp.torch import gradient_sync, state
 
 
@@ -40,7 +39,7 @@ def join() -> int:
         >>> wfbp.join() == wfbp.size() - 1
         True
     """
-    operations = api.current("join()")
+    operations = process.operations("join()")
     if process.size() == 1:
         return operations.join()
     if gradient_sync.in_use():

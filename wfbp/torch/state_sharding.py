@@ -18,7 +18,7 @@ import torch
 from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError
 from wfbp.runtime.buffers import shard_range
-from wfbp.runtime.progress.fetching import Content, Fetched, RefusalError
+from wfbp.runtime.progress.fetching import Content, Fetched
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView
 from wfbp.torch import tensors
@@ -270,13 +270,13 @@ def _collect(
     shards: dict[int, torch.Tensor],
     state: State,
 ) -> Content:
-    """Outlines and bytes of shards' state; ``RefusalError`` if one is not sharded here."""
+    """Outlines and bytes of shards' state; ``DisagreementError`` if one is not sharded here."""
     outlines: dict[int, dict[Any, Any]] = {}
     parts: list[Any] = []
     for index in indices:
         shard = shards.get(index)
         if shard is None:
-            raise RefusalError("has another part of the optimizer's state in shards")
+            raise DisagreementError("has another part of the optimizer's state in shards")
         if not shard.numel():
             continue
         outlines[index] = outline = {}

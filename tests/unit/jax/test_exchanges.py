@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("jax")
 
-from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.jax.exchanges import ExchangeDescription, GradientExchange
@@ -33,8 +31,7 @@ class RecordingEngine:
         self.copied: list[tuple[Sequence[int], ...]] = []
         self.during_step: Any = lambda: None
         self.num_installed = 1
-        self.specs = SPECS
-        self.tuner = Mock(plan=Plan("test", SPECS, (Group((2, 0)), Group((1,)))))
+        self.early_groups = [0, -1, 0]
         self.expected: list[Sequence[int]] = []
 
     def mark_ready(
@@ -87,7 +84,8 @@ def test_gradients_announced_before_the_engine_exists_reach_it_in_the_wait() -> 
 def test_what_the_engine_left_in_its_own_memory_is_copied_from_there() -> None:
     engine = RecordingEngine()
     exchange = made(engine)
-    slot = BufferView.of(np.zeros(16, np.uint8))
+    data = np.zeros(16, np.uint8)
+    slot = BufferView(data, data.ctypes.data)
     for left in ([None, None, None], [None, slot, slot]):
         engine.left = left
         announce(exchange, 0, 1, 2)
@@ -115,7 +113,7 @@ def test_what_may_leave_early_is_told_with_every_plan() -> None:
         announce(exchange, 0, 1, 2)
         exchange.reduce([1000, 1001, 1002], OUTPUTS)
         assert engine.expected == [[0, -1, 0]] * told
-    engine.tuner.plan = Plan("test", SPECS, engine.tuner.plan.groups, overlap=False)
+    engine.early_groups = [-1, -1, -1]
     engine.num_installed = 3
     announce(exchange, 0, 1, 2)
     exchange.reduce([1000, 1001, 1002], OUTPUTS)

@@ -64,7 +64,7 @@ def test_one_holder_after_another_in_rank_0s_order() -> None:
                 time.sleep(1e-3)
             if runtime.rank:
                 time.sleep({"a": 0.05, "b": 0.1, "c": 0.0}[name])
-            with runtime.collective_lock.hold(channels[name], name):
+            with runtime.in_turn(channels[name], name):
                 begun.append(name)
                 # Blocks the turn until all ranks are here.
                 runtime.lease(channels[name])
@@ -81,7 +81,7 @@ def test_a_lock_whose_holder_fails_is_released() -> None:
         for _ in range(2):
             with (
                 pytest.raises(DisagreementError),
-                runtime.collective_lock.hold(runtime.channel, "it"),
+                runtime.in_turn(runtime.channel, "it"),
             ):
                 runtime.channel.exchange(b"", str(runtime.rank))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError
-from wfbp.runtime.consistency import check_equal, check_specs, encode_specs
+from wfbp.runtime.consistency import check_specs, encode_specs
 
 A = TensorSpec("a", (3,), "float32")
 B = TensorSpec("b", (), "float64")
@@ -64,9 +64,3 @@ def test_many_differences_are_counted() -> None:
     with pytest.raises(DisagreementError, match=r"t4 .* and 15 more") as caught:
         check_specs("x", [encode_specs(specs, {}), encode_specs(others, {})])
     assert "t5" not in str(caught.value)
-
-
-def test_check_equal() -> None:
-    check_equal("x", "the plan", ["p"] * 4)
-    with pytest.raises(DisagreementError, match="the plan: ranks 0, 1: p; rank 2: q"):
-        check_equal("x", "the plan", ["p", "p", "q"])

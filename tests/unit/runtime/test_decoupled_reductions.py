@@ -27,6 +27,7 @@ from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.tuning.network import NetworkCosts
 from wfbp.runtime.tuning.trial import Trial
 
 
@@ -199,7 +200,7 @@ def test_gradients_forgotten_behind_a_gather_tell_nothing_of_it(
     """
     slow = PiecewiseCost(((1.0, 0.02), (100.0, 0.02)))
     quick = PiecewiseCost(((1.0, 1e-4), (100.0, 1e-4)))
-    monkeypatch.setattr(Runtime, "measure_costs", lambda *_: Costs(quick, quick, slow))
+    monkeypatch.setattr(NetworkCosts, "measure", lambda *_: Costs(quick, quick, slow))
     others = {Operation.REDUCE_SCATTER: quick, Operation.ALL_GATHER: slow}
     config = replace(Config(), warmup_steps=1, profile_steps=2, replan_threshold=0.0)
     runtime = Runtime(EmulatedLink(quick, size=2, others=others), config)

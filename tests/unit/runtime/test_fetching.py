@@ -11,7 +11,7 @@ import pytest
 from tests.support.ranks import all_well, run_ranks
 from wfbp.errors import DisagreementError
 from wfbp.runtime.progress import fetching
-from wfbp.runtime.progress.fetching import Content, RefusalError
+from wfbp.runtime.progress.fetching import Content
 from wfbp.runtime.runtime import Runtime
 
 
@@ -54,7 +54,7 @@ def test_what_is_not_there_is_told() -> None:
         store, rank = runtime.open_store(), runtime.rank
 
         def refuse(items: Any) -> Content:
-            raise RefusalError("has something else")
+            raise DisagreementError("has something else")
 
         store.published = 3, refuse
         runtime.channel.exchange(b"", "published")
@@ -105,7 +105,7 @@ def test_a_store_is_served_until_all_have_dropped_it() -> None:
         released = threading.Event()
         for _ in range(1000):
             runtime.channel.exchange(b"", "waiting for notices")
-            if store.key not in runtime._fetches._stores:
+            if store.key not in runtime._fetches.stores:
                 released.set()
             if all(
                 runtime.channel.exchange(bytes([released.is_set()]), "released")[r] == b"\1"

@@ -195,7 +195,7 @@ def test_an_answer_on_its_way_is_moved_on_when_the_operation_is_over(
         operations.run(
             [NamedOperation(reduction("x", (1,)), 0, np.ones(1, np.float32), lambda _: None)]
         )
-        (lane,) = (members.lane for members in operations.sets.values())
+        (lane,) = operations.lanes.values()
         assert lane is not None
         assert lane.busy
         assert lane.owes_work
@@ -225,7 +225,7 @@ def submit(operations: Collectives, name: str, value: float) -> int:
 
 def test_operations_match_by_name_in_any_order() -> None:
     def body(runtime: Runtime) -> float:
-        operations = runtime.collectives = Collectives(runtime)
+        operations = Collectives(runtime)
         names = [f"n{k}" for k in range(100)]
         random.Random(runtime.rank).shuffle(names)
         handles = {name: submit(operations, name, float(name[1:])) for name in names}
@@ -239,7 +239,7 @@ def test_operations_match_by_name_in_any_order() -> None:
 
 def test_an_error_is_one_of_all_ranks_and_of_one_operation() -> None:
     def body(runtime: Runtime) -> float:
-        operations = runtime.collectives = Collectives(runtime)
+        operations = Collectives(runtime)
         good = submit(operations, "good", 1.0)
         request = Request(Kind.BROADCAST, "bad", "float32", (2,), root=runtime.rank)
         bad = operations.submit(
@@ -260,7 +260,7 @@ def test_an_error_is_one_of_all_ranks_and_of_one_operation() -> None:
 
 def test_ranks_that_wait_for_different_names_are_told() -> None:
     def body(runtime: Runtime) -> None:
-        operations = runtime.collectives = Collectives(runtime)
+        operations = Collectives(runtime)
         handle = submit(operations, f"of rank {runtime.rank}", 1.0)
         operations.synchronize(handle)
 
@@ -275,7 +275,7 @@ def test_different_names_are_told_to_a_rank_that_waits_late() -> None:
     """It computes first, for longer than the others wait before they ask what holds them up."""
 
     def body(runtime: Runtime) -> None:
-        operations = runtime.collectives = Collectives(runtime)
+        operations = Collectives(runtime)
         handle = submit(operations, f"of rank {runtime.rank}", 1.0)
         time.sleep(1.5 * (runtime.rank == 0))
         operations.synchronize(handle)
@@ -288,7 +288,7 @@ def test_different_names_are_told_to_a_rank_that_waits_late() -> None:
 
 def test_a_rank_that_has_joined_while_another_waits_elsewhere_is_told() -> None:
     def body(runtime: Runtime) -> None:
-        operations = runtime.collectives = Collectives(runtime)
+        operations = Collectives(runtime)
         if runtime.rank:
             check_consistent(runtime, "broadcast_parameters()")
         else:

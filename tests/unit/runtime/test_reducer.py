@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -105,6 +106,15 @@ def test_what_is_discarded_before_the_lane_has_read_of_it_is_taken_back() -> Non
     assert close.step.sources == [0, 101, 102], "these are kept alive until it is over"
 
 
+def test_groups_that_may_leave_early() -> None:
+    reducer = make_reducer(ALONE)
+    assert reducer.early_groups == [-1, 1, 0]
+    install(reducer, replace(ALONE, overlap=False))
+    assert reducer.early_groups == [-1, -1, -1]
+    install(reducer, Plan("partial", SPECS[1:], (Group((1,)), Group((0,)))))
+    assert reducer.early_groups == [-1, -1, 0], "a tensor outside of the plan"
+
+
 def test_passes_are_learned_at_once_and_unlearned_slowly() -> None:
     reducer = make_reducer(ALONE)
     for index, count in ((0, 3), (1, 1)):
@@ -160,7 +170,7 @@ def test_shards_that_are_cast_are_gathered_from_where_they_were_reduced(gather_d
     reducer = make_reducer(GATHERED, gather_dtype)
     start, stop = shard_range(SPECS[0], 1, 2)
     shard = np.full(stop - start, 7, np.uint8)
-    reduced = [BufferView.of(shard, whole=False), None, None]
+    reduced = [BufferView(shard, shard.ctypes.data, whole=False), None, None]
     view = reducer.gather_gradients(reduced)[0]
     (request,) = reducer._events
     assert isinstance(request, Gather)
@@ -180,7 +190,7 @@ def test_whole_gradients_may_change_while_they_are_gathered(gather_dtype: str) -
     reducer = make_reducer(GATHERED, gather_dtype)
     start, stop = shard_range(SPECS[0], 1, 2)
     gradient = np.full(SPECS[0].nbytes, 7, np.uint8)
-    view = reducer.gather_gradients([BufferView.of(gradient), None, None])[0]
+    view = reducer.gather_gradients([BufferView(gradient, gradient.ctypes.data), None, None])[0]
     gradient[:] = 0
     (request,) = reducer._events
     assert request.sources[0] == view.address

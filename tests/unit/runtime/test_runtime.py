@@ -13,7 +13,7 @@ import pytest
 
 import wfbp
 from tests.support.local import LocalBackend, LocalWorld
-from tests.support.ranks import all_well, run_ranks
+from tests.support.ranks import all_well, measure_costs, run_ranks
 from wfbp.comm.backend import Backend
 from wfbp.config import Config
 from wfbp.core.types import Op, Operation, TensorSpec
@@ -77,10 +77,10 @@ def test_communicators_are_freed_at_the_end(
         return Reducer(runtime, specs, ReducerOptions("layerwise", 1))
 
     def body(runtime: Runtime) -> None:
-        collectives = runtime.collectives = Collectives(runtime)
+        collectives = Collectives(runtime)
         runtime.separate_planning()
-        inner = collectives.sets[collectives.add_set([0, 1])].runtime
-        for place in filter(None, (runtime, runtime, inner)):
+        inner = collectives.lanes.get(collectives.add_set([0, 1]))
+        for place in (runtime, runtime, *([inner.runtime] if inner else [])):
             made(place).close()
             made(place)
             used = made(place)
@@ -117,9 +117,9 @@ def test_exchanges_for_different_purposes() -> None:
 
 def test_costs_are_measured_once_per_size_and_are_the_same() -> None:
     def body(runtime: Runtime) -> Any:
-        first = runtime.measure_costs(1000)
-        assert runtime.measure_costs(500) == first
-        larger = runtime.measure_costs(100_000, tuple(Operation))
+        first = measure_costs(runtime, 1000)
+        assert measure_costs(runtime, 500) == first
+        larger = measure_costs(runtime, 100_000, tuple(Operation))
         assert larger != first
         assert larger.reduce_scatter is not None
         assert larger.all_gather is not None
@@ -142,23 +142,23 @@ def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("wfbp.runtime.tuning.network.measure_cost", measure)
     runtime = Runtime(LocalWorld(1).backend(0), Config(probe_budget_s=0.15))
     reduce, scatter, gather = Operation
-    first = runtime.measure_costs(100)
+    first = measure_costs(runtime, 100)
     assert asked == [(reduce, 100, 0.15)]
     assert first.reduce_scatter is first.all_gather is None
-    both = runtime.measure_costs(100, [gather, scatter])
+    both = measure_costs(runtime, 100, [gather, scatter])
     assert asked[1:] == [(scatter, 100, 0.075), (gather, 100, 0.075)]
     assert both.all_reduce == first.all_reduce
     assert (both.of(scatter)(4), both.of(gather)(4)) == (3.0, 4.0)
-    assert runtime.measure_costs(60, (gather,)) == both
-    larger = runtime.measure_costs(200, (gather,))
+    assert measure_costs(runtime, 60, (gather,)) == both
+    larger = measure_costs(runtime, 200, (gather,))
     assert asked[3:] == [(reduce, 200, 0.075), (gather, 200, 0.075)]
     assert larger.reduce_scatter == both.reduce_scatter
-    anew = runtime.measure_costs(100, (gather,), anew=True)
+    anew = measure_costs(runtime, 100, (gather,), anew=True)
     assert asked[5:] == [(reduce, 100, 0.075), (gather, 100, 0.075)]
     assert anew.all_reduce != larger.all_reduce
     assert anew.all_gather != larger.all_gather
     assert anew.reduce_scatter is None
-    assert runtime.measure_costs(100, (gather,)) == anew
+    assert measure_costs(runtime, 100, (gather,)) == anew
     runtime.shutdown()
 
 

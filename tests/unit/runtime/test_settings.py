@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.local import LocalBackend
-from tests.support.ranks import QUICK, all_well, run_ranks
+from tests.support.ranks import QUICK, all_well, measure_costs, run_ranks
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, Work
 from wfbp.core.types import Op
@@ -77,7 +77,7 @@ def test_a_run_that_cannot_be_recorded(tmp_path: Path) -> None:
 
 def only_rank_0_measures(runtime: Runtime) -> None:
     if runtime.rank == 0:
-        runtime.measure_costs(1000)
+        measure_costs(runtime, 1000)
 
 
 def test_a_measurement_hears_of_a_rank_that_failed() -> None:
@@ -85,7 +85,7 @@ def test_a_measurement_hears_of_a_rank_that_failed() -> None:
         if runtime.rank == 1:
             runtime.fail_job("ValueError: no data")
             return
-        runtime.measure_costs(1000)
+        measure_costs(runtime, 1000)
 
     results = run_ranks(2, body, replace(QUICK, timeout_s=300.0))
     assert isinstance(results[0], PeerError)
@@ -108,7 +108,7 @@ def test_a_measurement_does_not_wait_for_ever() -> None:
             return
         try:
             with pytest.raises(StallError, match="measuring the network's"):
-                runtime.measure_costs(1000)
+                measure_costs(runtime, 1000)
             with pytest.raises(StallError):  # it has ended the runtime
                 runtime.channel.exchange(b"", "next")
         finally:
@@ -125,7 +125,7 @@ def test_what_fails_below_a_measurement_is_told(monkeypatch: pytest.MonkeyPatch)
 
     def body(runtime: Runtime) -> None:
         with pytest.raises(WfbpError, match="the cable is gone"):
-            runtime.measure_costs(1000)
+            measure_costs(runtime, 1000)
         runtime.channel.exchange(np.zeros(1).tobytes(), "goes on")
 
     all_well(run_ranks(2, body))

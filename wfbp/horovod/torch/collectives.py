@@ -13,6 +13,7 @@ import torch
 
 from wfbp.core.types import Op
 from wfbp.horovod.torch.operands import perform
+from wfbp.runtime import process
 from wfbp.runtime.collectives import api, operands
 from wfbp.runtime.collectives.coordinator import Kind
 from wfbp.runtime.collectives.forms import FORMS, Form, make_functions
@@ -78,7 +79,7 @@ def sparse_allreduce_async(
         f"{tensor.sparse_dim()} sparse dimensions, op={op}"
     )
     parts = {"indices": tensor._indices().t().contiguous(), "values": tensor._values()}
-    both = api.current("sparse_allreduce_async()").submit(
+    both = process.operations("sparse_allreduce_async()").submit(
         [
             operands.make_operation(
                 Kind.ALLGATHER,

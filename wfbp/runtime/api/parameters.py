@@ -58,16 +58,13 @@ def broadcast_buffers(
 
 
 def compare_many(
-    runtime: Runtime,
-    rows: Sequence[tuple[str, str, Sequence[int]]],
-    root_rank: int,
+    runtime: Runtime, rows: Sequence[tuple[str, str, Sequence[int]]], root_rank: int
 ) -> None:
     """Raise unless all ranks pass equal ``rows``."""
     if runtime.size == 1:
         runtime.check()
         return
-    arrays = ((name, shape, dtype) for name, dtype, shape in rows)
-    message = encode_arrays(arrays, {"root_rank": root_rank})
+    message = encode_arrays(rows, {"root_rank": root_rank})
     payloads = runtime.channel.exchange_if_different(message, MANY)
     check_argument_errors(runtime, MANY, payloads)
     check_specs(f"{runtime.where}: {MANY}", payloads)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.comm.arrays import storage_dtype
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import ReducerOptions
@@ -101,9 +100,8 @@ class GradientReducer:
             )
         if index in self._arrays:
             raise ValueError(f"{spec.name} was marked ready twice; call wait() once per step")
-        array = np.asarray(
-            in_native_order(array), order="C"
-        )  # ascontiguousarray would lose a shape of ()
+        # Not ascontiguousarray(), which would lose a shape of ().
+        array = np.asarray(in_native_order(array), order="C")
         self._arrays[index] = array
         if self._reducer is not None:
             self._reducer.mark_ready(index, array.__array_interface__["data"][0], array)
@@ -154,9 +152,6 @@ def _spec(item: TensorSpec | tuple[str, Any]) -> TensorSpec:
 
 
 def _array(data: Array, spec: TensorSpec) -> Array:
-    values = data.view(storage_dtype(spec.dtype))
     if spec.dtype == "bfloat16":
-        import ml_dtypes
-
-        values = values.view(ml_dtypes.bfloat16)
-    return values.reshape(spec.shape)
+        import ml_dtypes  # noqa: F401 - which adds the type to NumPy's
+    return data.view(spec.dtype).reshape(spec.shape)

@@ -14,7 +14,7 @@ from wfbp.config import Config
 from wfbp.runtime import process
 from wfbp.runtime.collectives.coordinator import Kind, Request
 from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
-from wfbp.runtime.collectives.operations import Collectives, Handle
+from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
@@ -79,20 +79,13 @@ def _process_sets(given: Any) -> list[ProcessSet]:
 
 def runtime_of(process_set: ProcessSet, call: str) -> Runtime:
     """The runtime of a process set, for a public function; ``ValueError`` on a rank outside it."""
-    runtime = current(call).sets[process_set.known_id(call)].runtime
-    if runtime is None:
+    lane = process.operations(call).lanes.get(process_set.known_id(call))
+    if lane is None:
         raise ValueError(
             f"{process.current(call).where} is not in the process set of ranks "
             f"{process_set.ranks}: call {call} only where process_set.included()"
         )
-    return runtime
-
-
-def current(call: str) -> Collectives:
-    """The named operations of this process; ``NotInitializedError``, with the call, if none."""
-    operations = process.current(call).collectives
-    assert operations is not None, "init() makes them"
-    return operations
+    return lane.runtime
 
 
 def poll(handle: int) -> bool:
@@ -104,7 +97,7 @@ def poll(handle: int) -> bool:
     Raises:
         ValueError: no such operation, or it was synchronized already.
     """
-    return current("poll()").poll(handle)
+    return process.operations("poll()").poll(handle)
 
 
 @overload
@@ -125,7 +118,7 @@ def synchronize(handle: int) -> Any:
             stays usable.
         WfbpError: communication failed.
     """
-    return current("synchronize()").synchronize(handle)
+    return process.operations("synchronize()").synchronize(handle)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -134,7 +127,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Raises:
         ValueError: this rank is not in the set.
     """
-    operations, number = current("barrier()"), process_set.known_id("barrier()")
+    operations, number = process.operations("barrier()"), process_set.known_id("barrier()")
     request, nothing = Request(Kind.BARRIER, ""), np.empty(0, np.uint8)
     operations.run([NamedOperation(request, number, nothing, lambda _: None)])
 
@@ -161,7 +154,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         ...     print("the set of all ranks exists already")
         the set of all ranks exists already
     """
-    operations = current("add_process_set()")
+    operations = process.operations("add_process_set()")
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if made is global_process_set:
         raise ValueError("the process set of all ranks exists already: use global_process_set")
@@ -180,15 +173,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         ValueError: operations of it are pending.
     """
-    operations = current("remove_process_set()")
+    operations = process.operations("remove_process_set()")
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
-    number = process_set.known_id()
-    operations.check_idle(number)
-    runtime = operations.sets[number].runtime
-    if runtime is not None:
-        process.let_go(runtime)
-    operations.remove_set(number)
+    operations.remove_set(process_set.known_id(), process.let_go)
     process_set.bind(None, None)
     return True
 
@@ -221,8 +209,8 @@ def broadcast_object(
         {'epoch': 3}
     """
     number = process_set.known_id("broadcast_object()")
-    operations = current("broadcast_object()")
-    root = Members(number, operations.sets[number].ranks).root(root_rank)
+    operations = process.operations("broadcast_object()")
+    root = Members(number, operations.sets[number]).root(root_rank)
     is_root = operations.rank == root_rank
     payload = cloudpickle.dumps(obj) if is_root else b""
     parts = _gather_bytes("broadcast_object", name, number, payload, root)
@@ -275,5 +263,5 @@ def _gather_bytes(
         called=f"{function} {name!r}" if name else function,
     )
     operation = NamedOperation(request, process_set, np.frombuffer(payload, np.uint8), split)
-    parts: list[bytes] = current(f"{function}()").run([operation], is_group=False)
+    parts: list[bytes] = process.operations(f"{function}()").run([operation], is_group=False)
     return parts

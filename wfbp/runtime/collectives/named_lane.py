@@ -18,7 +18,7 @@ from wfbp.core.types import Op, real_dtype
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, equal_rows, reducible, scale
 from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
-from wfbp.runtime.progress.loop import OccasionalLane, Reply
+from wfbp.runtime.progress.loop import LaneProtocol, Reply
 from wfbp.runtime.runtime import Runtime
 
 T = TypeVar("T")
@@ -60,17 +60,17 @@ Begun = tuple[Work[None], Callable[[], list[Buffer]]]
 """The collective of some operations, and their results once it is over."""
 
 
-class NamedLane(OccasionalLane):
+class NamedLane(LaneProtocol):
     """Lane for the named operations of one process set, served only while some are pending.
 
     All methods run under the progress lock, except :meth:`note_progress`.
     """
 
     def __init__(self, runtime: Runtime, backend: HostBackend, mailbox: Mailbox) -> None:
-        super().__init__(runtime.thread.loop, runtime.members)
         self.backend: Backend = backend
         self._data = backend
-        self._runtime = runtime  # of the set
+        self.runtime = runtime  # of the set
+        self._loop = runtime.thread.loop
         self._mailbox = mailbox
         self._coordinator = Coordinator(backend.size) if backend.rank == 0 else None
         self._pending: dict[str, NamedOperation[Any]] = {}
@@ -82,7 +82,7 @@ class NamedLane(OccasionalLane):
         """Begin an operation; its name is not pending."""
         self._pending[operation.request.name] = operation
         self._outbox.append(operation.request)
-        self._serve(True)
+        self._loop.add_lane(self, self.runtime.members)
 
     def advance(self) -> bool:
         progressed = self._negotiate()
@@ -97,7 +97,7 @@ class NamedLane(OccasionalLane):
             self._moved_s = time.monotonic()
         elif not self.busy:
             # No message is of use now: operations need a request from every rank, or its join.
-            self._serve(False)
+            self._loop.remove_lane(self)
         return progressed
 
     def note_progress(self) -> None:
@@ -107,7 +107,7 @@ class NamedLane(OccasionalLane):
     def close(self) -> None:
         """Free the communicators; collective over the set, and no operation may be pending."""
         # Since its last operation there may have been no turn that found nothing to do.
-        self._serve(False)
+        self._loop.remove_lane(self)
         self._mailbox.close()
         self.backend.close()
 
@@ -133,7 +133,7 @@ class NamedLane(OccasionalLane):
         if not labels:
             return "no named operation pending"
         more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
-        ranks = self._runtime.members.ranks
+        ranks = self.runtime.members.ranks
         of_set = f" of the process set {list(ranks)}" if ranks is not None else ""
         return f"in {', '.join(labels[:3])}{more}{of_set}"
 
@@ -154,31 +154,25 @@ class NamedLane(OccasionalLane):
                 self._mailbox.send(0, pickle.dumps(outbox))
         elif not (self._pending or self._mailbox.sending):
             return False
-        arrived = self._mailbox.receive()
+        arrived = [(rank, pickle.loads(payload)) for rank, payload in self._mailbox.receive()]
         if self._coordinator is None:
-            for _, payload in arrived:
-                self._start_all(pickle.loads(payload))
-            return bool(outbox or arrived)
-        for rank, payload in arrived:
-            for request in pickle.loads(payload):
-                self._coordinator.add(rank, request)
-        for request in outbox:
-            self._coordinator.add(0, request)
-        responses = self._coordinator.take()
-        if responses and self.backend.size > 1:
-            payload = pickle.dumps(responses)
-            for rank in range(1, self.backend.size):
-                self._mailbox.send(rank, payload)
-        self._start_all(responses)
+            decided = [responses for _, responses in arrived]
+        else:
+            for rank, requests in [*arrived, (0, outbox)]:
+                for request in requests:
+                    self._coordinator.add(rank, request)
+            decided = [self._coordinator.take()]
+            if decided[0] and self.backend.size > 1:
+                payload = pickle.dumps(decided[0])
+                for rank in range(1, self.backend.size):
+                    self._mailbox.send(rank, payload)
+        for responses in decided:
+            # Fused only within one message, because ranks read messages at different times.
+            for together in _fusible(responses):
+                self._start(together)
         return bool(outbox or arrived)
 
     # Data.
-
-    def _start_all(self, responses: Sequence[Response]) -> None:
-        """Start the operations of one message of the coordinator."""
-        # Only within one message, because ranks read messages at different times.
-        for together in _fusible(responses):
-            self._start(together)
 
     def _start(self, responses: Sequence[Response]) -> None:
         """Start operations; several are reductions fused into one message."""
@@ -186,7 +180,7 @@ class NamedLane(OccasionalLane):
         if first.error:
             own = self._pending.pop(first.request.name, None)
             if own is not None:  # None: it has joined
-                own.reply.fail(DisagreementError(f"{self._runtime.where}: {first.error}"))
+                own.reply.fail(DisagreementError(f"{self.runtime.where}: {first.error}"))
             return
         operations = [self._take(response.request) for response in responses]
         rows, ready_s = self._rows(first), time.monotonic()
@@ -195,7 +189,7 @@ class NamedLane(OccasionalLane):
         def finish() -> None:
             for each, response, data in zip(operations, responses, results(), strict=True):
                 kind, name = each.request.kind.value, each.request.name
-                if (timeline := self._runtime.timeline) is not None:
+                if (timeline := self.runtime.timeline) is not None:
                     timeline.operation(kind, name, each.since, ready_s)
                 each.reply.put(Outcome(data, rows, response.differentiable, name))
 
@@ -208,9 +202,8 @@ class NamedLane(OccasionalLane):
         zeros = np.zeros(math.prod(request.shape), word_dtype(request.dtype or "uint8"))
         return NamedOperation(request, 0, zeros, lambda _: None)
 
-    # From the response alone, because a rank that has joined has no operand.
     def _rows(self, response: Response) -> tuple[int, ...]:
-        """The rows of an outcome."""
+        """Of an outcome; from the response alone, because a rank that has joined has no operand."""
         request, extents = response.request, response.extents
         if request.kind is Kind.ALLGATHER:
             return tuple(extent[0] for extent in extents)
@@ -223,7 +216,6 @@ class NamedLane(OccasionalLane):
     def _begin(
         self, operations: Sequence[NamedOperation[Any]], request: Request, rows: tuple[int, ...]
     ) -> Begun:
-        """Start one collective."""
         own, data = operations[0].request, operations[0].data
         row_bytes = math.prod(own.shape[1:]) * data.itemsize
         counts = [count * row_bytes for count in rows]

@@ -9,7 +9,7 @@ import numpy as np
 
 from wfbp.comm.arrays import HALF, Buffer, word_dtype
 from wfbp.core.types import Op
-from wfbp.runtime.collectives import api
+from wfbp.runtime import process
 from wfbp.runtime.collectives.arithmetic import ITEM
 from wfbp.runtime.collectives.coordinator import Kind, Request
 from wfbp.runtime.collectives.forms import Form
@@ -52,16 +52,17 @@ def make_operation(
 ) -> NamedOperation[Any]:
     """An operation on one tensor; ``splits``, but of an all-to-all, are the rows of each rank."""
     number = process_set.known_id(f"{kind.value}()")
-    operations = api.current(f"{kind.value}()")
-    ranks = operations.sets[number].ranks
+    operations = process.operations(f"{kind.value}()")
+    ranks = operations.sets[number]
     if not operand.shape and kind in (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER):
         raise ValueError(f"{kind.value} needs at least one dimension; found a scalar")
     reduces = kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
     if reduces:
         _check_op(op, operand.dtype, (prescale_factor, postscale_factor))
-    rows = () if splits is None else _listed(splits)
     if kind is Kind.ALLTOALL:
-        rows = _checked_splits(rows, operand.shape[0], len(ranks), splits is None)
+        rows = _splits(splits, operand.shape[0], len(ranks))
+    else:
+        rows = tuple(splits or ())
     request = Request(
         kind,
         "" if name is None else name,
@@ -95,7 +96,8 @@ def perform(
     name: str | None,
     make: Callable[[Any, str, str | None], NamedOperation[Any]],
 ) -> Any:
-    """Submit the operations of one call; wait for the result, or return a handle."""
+    """Submit the operations of one call, which ``make`` makes of a tensor, its label and its name;
+    wait for the result, or return a handle."""
     if form.grouped:  # names contain the group's size, so that ranks compare it
         many = len(tensors)
         operations = [
@@ -104,26 +106,9 @@ def perform(
         ]
     else:
         operations = [make(tensors, "tensor", name)]
-    collectives = api.current(f"{form.name}()")
+    collectives = process.operations(f"{form.name}()")
     act = collectives.run if form.waits else collectives.submit
     return act(operations, form.grouped)
-
-
-def perform_on_arrays(
-    form: Form,
-    arrays: Any,
-    operand_of: Callable[[Any, bool, str], Operand],
-    name: str | None,
-    process_set: ProcessSet,
-    **options: Any,
-) -> Any:
-    """Perform a public function on one array or several; ``options`` are its other arguments."""
-
-    def make(value: Any, label: str, member: str | None) -> NamedOperation[Any]:
-        operand = operand_of(value, form.in_place, label if form.grouped else "array")
-        return make_operation(form.kind, operand, member, process_set, **options)
-
-    return perform(form, arrays, name, make)
 
 
 def array_operand(value: Any, in_place: bool = False, label: str = "array") -> Operand:
@@ -164,26 +149,21 @@ def _check_op(op: object, dtype: str, factors: tuple[float, float]) -> None:
         raise ValueError("bool has no average and no multiples; pass op=Sum, Min, Max or Product")
 
 
-def _listed(splits: Any) -> tuple[int, ...]:
-    """Splits, which may be a tensor or array of any kind, as numbers."""
+def _splits(splits: Any, num_rows: int, size: int) -> tuple[int, ...]:
+    """An all-to-all's rows for each rank; ``splits`` may be a tensor or array of any kind."""
+    if splits is None:
+        if num_rows % size:
+            raise ValueError(
+                f"alltoall: {num_rows} rows are no equal parts for {size} ranks; pass splits"
+            )
+        return (num_rows // size,) * size
     counts = splits if hasattr(splits, "tolist") else np.asarray(splits)
     if len(counts.shape) != 1 or (counts.shape[0] and "int" not in str(counts.dtype)):
         raise ValueError(
             f"alltoall: splits are {counts.dtype} of shape {tuple(counts.shape)}; expected one "
             "whole number per rank"
         )
-    return tuple(counts.tolist())
-
-
-def _checked_splits(
-    rows: tuple[int, ...], num_rows: int, size: int, equal: bool
-) -> tuple[int, ...]:
-    if equal:
-        if num_rows % size:
-            raise ValueError(
-                f"alltoall: {num_rows} rows are no equal parts for {size} ranks; pass splits"
-            )
-        return (num_rows // size,) * size
+    rows = tuple(counts.tolist())
     if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
         raise ValueError(
             f"alltoall: splits are {list(rows)}; expected {size} numbers of rows that add up to "

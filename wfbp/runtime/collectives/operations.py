@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, Generic, TypeVar
 
@@ -31,15 +30,6 @@ class Handle(int, Generic[T]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Set:
-    """A process set; without lane and runtime on a rank outside it."""
-
-    ranks: tuple[int, ...]
-    lane: NamedLane | None
-    runtime: Runtime | None
-
-
 class Collectives:
     """Named operations of one runtime; any training thread may submit, poll and synchronize."""
 
@@ -51,20 +41,17 @@ class Collectives:
         self._unnamed: dict[tuple[int, str], Iterator[int]] = {}
         self._num_joins = 0
         self._set_numbers = count()
-        self.sets: dict[int, _Set] = {}  # by number; 0 for all ranks
+        self.sets: dict[int, tuple[int, ...]] = {}  # ranks, by number; 0 for all ranks
+        self.lanes: dict[int, NamedLane] = {}  # of the sets that this rank is in
         self.rank = runtime.rank
         self._make_set(tuple(range(runtime.size)))
+        runtime.at_end.append(self._close)
 
     # Process sets.
 
     @signals.deferred
     def add_set(self, ranks: Iterable[int]) -> int:
         """Make a process set; collective over all ranks."""
-        chosen = self._check_ranks(ranks)
-        check_consistent(self._runtime, "add_process_set", str(list(chosen)))
-        return self._make_set(chosen)
-
-    def _check_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
         chosen, size = tuple(sorted(ranks)), self._runtime.size
         if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= size:
             raise ValueError(
@@ -72,24 +59,15 @@ class Collectives:
                 f"{size - 1}"
             )
         for number, known in self.sets.items():
-            if known.ranks == chosen:
+            if known == chosen:
                 hint = f", with number {number}" if number else ": use global_process_set"
                 raise ValueError(f"a process set of ranks {list(chosen)} exists already{hint}")
-        return chosen
+        check_consistent(self._runtime, "add_process_set", str(list(chosen)))
+        return self._make_set(chosen)
 
     @signals.deferred
-    def remove_set(self, number: int) -> None:
-        """Remove a process set; collective over all ranks."""
-        self.check_idle(number)
-        removed = self.sets[number]
-        check_consistent(self._runtime, "remove_process_set", str(list(removed.ranks)))
-        del self.sets[number]
-        if removed.lane is not None:  # an idle lane is not served
-            assert removed.runtime is not None
-            removed.runtime.close(removed.lane.close)
-
-    def check_idle(self, number: int) -> None:
-        """Raise ``ValueError`` if operations of a process set are pending."""
+    def remove_set(self, number: int, let_go: Callable[[Runtime], None]) -> None:
+        """Remove a process set, which ``let_go`` stops using; collective over all ranks."""
         with self._lock:
             pending = sorted(name for owner, name in self._names if owner == number)
         if pending:
@@ -97,32 +75,36 @@ class Collectives:
                 f"operations of process set {number} are pending: {', '.join(pending[:5])}. "
                 "synchronize() them before remove_process_set()"
             )
+        lane = self.lanes.get(number)
+        if lane is not None:
+            let_go(lane.runtime)
+        check_consistent(self._runtime, "remove_process_set", str(list(self.sets[number])))
+        del self.sets[number]
+        if lane is not None:  # an idle lane is not served
+            del self.lanes[number]
+            lane.runtime.close(lane.close)
 
     def _make_set(self, ranks: tuple[int, ...]) -> int:
         number = next(self._set_numbers)
         runtime = self._runtime
         label = "making a process set"
         # To make a communicator blocks this rank until all ranks make it: one at a time.
-        with runtime.collective_lock.hold(runtime.channel, label):
+        with runtime.in_turn(runtime.channel, label):
             made = runtime.channel.run(lambda backend: _connect(backend, ranks), label)
-        lane = inner = None
+        self.sets[number] = ranks
         if made is not None:
             data, mailbox, own = made
-            inner, members = runtime, Members(number, ranks)
             if own is not None:
-                inner = Runtime(own, runtime.config, within=runtime, members=members)
-            lane = NamedLane(inner, data, mailbox)
-        self.sets[number] = _Set(ranks, lane, inner)
+                members = Members(number, ranks)
+                runtime = Runtime(own, runtime.config, within=runtime, members=members)
+            self.lanes[number] = NamedLane(runtime, data, mailbox)
         return number
 
     # Operations.
 
     @signals.deferred
     def submit(
-        self,
-        operations: Sequence[NamedOperation[Any]],
-        is_group: bool = True,
-        waits: bool = False,
+        self, operations: Sequence[NamedOperation[Any]], is_group: bool = True, waits: bool = False
     ) -> Handle[Any]:
         """Begin all operations or none; if the caller ``waits`` at once, no thread is woken."""
         self._runtime.check()
@@ -147,19 +129,17 @@ class Collectives:
             for lane, operation in zip(lanes, operations, strict=True):
                 lane.submit(operation)
 
-        (self._runtime.thread.leave if waits else self._runtime.thread.post)(begin)
+        self._runtime.thread.post(begin, wakes=not waits)
         return handle
 
     def _lane_of(self, operation: NamedOperation[Any]) -> NamedLane:
         name: object = operation.request.name
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r}; expected a string")
-        members = self.sets[operation.process_set]
-        if members.lane is None:
-            raise ValueError(
-                f"{self._runtime.where} is not in the process set of ranks {list(members.ranks)}"
-            )
-        return members.lane
+        if operation.process_set not in self.lanes:
+            ranks = list(self.sets[operation.process_set])
+            raise ValueError(f"{self._runtime.where} is not in the process set of ranks {ranks}")
+        return self.lanes[operation.process_set]
 
     def _named(self, operation: NamedOperation[Any]) -> Request:
         """The request with the name that ranks match. Called under the lock."""
@@ -220,8 +200,7 @@ class Collectives:
         request, nothing = Request(Kind.JOIN, JOIN), np.empty(0, np.uint8)
         joins = [
             NamedOperation(request, number, nothing, lambda outcome: outcome.rows[0])
-            for number, process_set in self.sets.items()
-            if process_set.lane is not None
+            for number in self.lanes
         ]
         handle = self.submit(joins)
         meanwhile()
@@ -232,17 +211,15 @@ class Collectives:
 
     def note_progress(self) -> None:
         """This rank has joined, and the others go on."""
-        for process_set in self.sets.values():
-            if process_set.lane is not None:
-                process_set.lane.note_progress()
+        for lane in self.lanes.values():
+            lane.note_progress()
 
     # On the communication thread.
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Free all communicators; collective, and nothing may be under way."""
-        for process_set in self.sets.values():
-            if process_set.lane is not None:
-                process_set.lane.close()
+        for lane in self.lanes.values():
+            lane.close()
 
 
 def _connect(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wfbp.runtime import process
-
-if TYPE_CHECKING:
-    from wfbp.runtime.collectives.operations import Collectives
+from wfbp.runtime.collectives.operations import Collectives
 
 
 class ProcessSet:
@@ -78,10 +76,10 @@ class ProcessSet:
 
     def known_id(self, call: str = "an operation of a process set") -> int:
         """The set's number; ``ValueError`` if it was not added. ``call`` is for messages."""
-        runtime = process.current(call)
+        operations = process.operations(call)
         if self is global_process_set:
             return 0
-        if self.process_set_id is None or self._owner is not runtime.collectives:
+        if self.process_set_id is None or self._owner is not operations:
             raise ValueError(
                 f"the process set of ranks {self._ranks} is not known: pass it to "
                 "add_process_set() on every rank, or to init(process_sets=...)"
@@ -92,7 +90,7 @@ class ProcessSet:
         """Record that the set was added, or removed."""
         self._owner, self.process_set_id = owner, number
         if owner is not None and number is not None:
-            self._ranks = list(owner.sets[number].ranks)
+            self._ranks = list(owner.sets[number])
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
         """Itself, so that copied layers communicate with the same ranks."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import TypeVar
 
 from wfbp.comm.backend import Finished, HostBackend, Work
@@ -14,19 +12,6 @@ from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 
 T = TypeVar("T")
-
-
-def _decode(where: str, tagged: Sequence[bytes]) -> list[bytes]:
-    """Every rank's payload after its purpose; ``DisagreementError`` if purposes differ."""
-    purposes, _, payloads = zip(*(letter.partition(b"\0") for letter in tagged), strict=True)
-    for rank, purpose in enumerate(purposes):
-        if purpose != purposes[0]:
-            raise DisagreementError(
-                f"{where}: ranks called different operations: {purposes[0].decode()} on rank 0, "
-                f"{purpose.decode()} on rank {rank}. Every rank must call the same operations in "
-                "the same order with the same names, element types and shapes"
-            )
-    return list(payloads)
 
 
 class ControlChannel:
@@ -65,7 +50,15 @@ class ControlChannel:
         # Compared before a payload of another purpose is read.
         letter = (purpose or label).replace("\0", "\\0").encode() + b"\0" + payload
         tagged = self.call(lambda backend: backend.all_gather_bytes(letter), label)
-        return _decode(self._where, tagged)
+        purposes, _, payloads = zip(*(each.partition(b"\0") for each in tagged), strict=True)
+        for rank, other in enumerate(purposes):
+            if other != purposes[0]:
+                raise DisagreementError(
+                    f"{self._where}: ranks called different operations: {purposes[0].decode()} on "
+                    f"rank 0, {other.decode()} on rank {rank}. Every rank must call the same "
+                    "operations in the same order with the same names, element types and shapes"
+                )
+        return list(payloads)
 
     def exchange_if_different(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
         """As :meth:`exchange`, but an empty list if all are equal: then only digests are sent."""
@@ -77,24 +70,3 @@ class ControlChannel:
     def close(self) -> None:
         """Close the backend; under the progress lock, and nothing may be under way."""
         self._backend.close()
-
-
-class CollectiveLock:
-    """Orders operations that block a rank until all ranks have begun them.
-
-    Examples are making communicators and measuring the network: ranks in different ones would
-    deadlock. Rank 0 decides the order; the others learn it on each operation's own control channel.
-    Any training thread may take the lock.
-    """
-
-    def __init__(self, rank: int) -> None:
-        # Held by rank 0 from before any rank begins an operation until every rank has ended it.
-        self._lock = threading.RLock() if rank == 0 else None
-
-    @contextmanager
-    def hold(self, channel: ControlChannel, label: str) -> Iterator[None]:
-        """Context that excludes other such operations on all ranks; collective on ``channel``."""
-        with self._lock or nullcontext():
-            channel.exchange(b"", f"{label}: its turn")
-            yield
-            channel.exchange(b"", f"{label}: its end")

@@ -19,7 +19,7 @@ from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, HostBackend, Work
 from wfbp.core.ranks import name_ranks
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.progress.loop import OccasionalLane, ProgressLoop, Reply
+from wfbp.runtime.progress.loop import LaneProtocol, ProgressLoop, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 
 _PIECE_BYTES = 64 << 20
@@ -32,16 +32,12 @@ Fetched = dict[int, Content]
 """By rank."""
 
 
-class RefusalError(Exception):
-    """An owner does not have the items; raised by the function in :attr:`Store.published`."""
-
-
 @dataclass
 class Store:
     """Data of one rank for others; the training thread replaces ``published`` as a whole.
 
-    The function in it copies items under the progress lock, and may raise :class:`RefusalError`.
-    The training thread sets ``published`` to None before it changes them.
+    The function in it copies items under the progress lock; it raises ``DisagreementError`` if it
+    has others. The training thread sets ``published`` to None before it changes them.
     """
 
     key: str
@@ -58,6 +54,7 @@ class _Fetch:
     reply: Reply[Fetched]
     streams: dict[int, Generator[bool, None, Content]]  # from the ranks that have not sent all
     contents: Fetched = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
     since: float = field(default_factory=time.monotonic)
 
 
@@ -72,28 +69,25 @@ class _Question:
     items: Any
 
 
-class Fetches(OccasionalLane):
+class Fetches(LaneProtocol):
     """Requests of and to one rank: a lane while there are any, under the progress lock."""
 
     polls = True
 
     def __init__(self, backend: HostBackend, loop: ProgressLoop, where: str) -> None:
-        super().__init__(loop)
         self.backend: Backend = backend
         self._host = backend
+        self._loop = loop
         self._where = where
         self._number = 0
-        self._stores: dict[str, Store] = {}
+        # A training thread adds a store, which is served until every rank has dropped it.
+        self.stores: dict[str, Store] = {}
         self._dropped: dict[str, int] = {}
         self._fetches: list[_Fetch] = []
         self._questions: list[_Question] = []
         self._sends: list[tuple[Work[None], Buffer]] = []
         for kind in ("fetch", "fetch dropped"):
             loop.handle_notices(kind, self._hear)
-
-    def add(self, store: Store) -> None:
-        """Serve a store, until every rank has dropped it."""
-        self._stores[store.key] = store
 
     def drop(self, store: Store) -> None:
         """This rank will not ask for a store any more; others may."""
@@ -115,10 +109,9 @@ class Fetches(OccasionalLane):
         self._loop.send_notice({"kind": "fetch", "members": members, **question})
         others = [r for r in members if r != self.backend.rank]
         self._fetches.append(_Fetch(label, reply, {r: self._receive(r, tag) for r in others}))
-        self._serve(True)
+        self._loop.add_lane(self)
 
     def advance(self) -> bool:
-        """Answer, send and receive; True if anything moved."""
         before = len(self._questions) + len(self._sends)
         self._questions = [q for q in self._questions if not self._answer(q)]
         # Pieces are kept until they are sent: MPI reads their memory.
@@ -132,19 +125,30 @@ class Fetches(OccasionalLane):
                     fetch.contents[rank] = end.value
                     del fetch.streams[rank]
                     moved = True
+                except DisagreementError as refusal:
+                    fetch.refusals.append(f"rank {rank} {refusal}")
+                    del fetch.streams[rank]
+                    moved = True
                 if moved:
                     progressed, fetch.since = True, time.monotonic()
-            if not fetch.streams:
-                self._fetches.remove(fetch)
-                self._finish(fetch)
+            if fetch.streams:
+                continue
+            self._fetches.remove(fetch)
+            if not fetch.refusals:
+                fetch.reply.put(fetch.contents)
+                continue
+            error = DisagreementError(
+                f"{self._where}: {fetch.label}: {fetch.refusals[0]}. Every rank must step, load "
+                "and wrap an optimizer alike"
+            )
+            fetch.reply.fail(error)
         self._loop.num_fetches = len(self._fetches)
         if not (self._fetches or self._questions or self._sends):
-            self._serve(False)
+            self._loop.remove_lane(self)
         return progressed
 
     @property
     def busy(self) -> bool:
-        """Whether messages are under way."""
         return bool(self._fetches or self._sends)
 
     @property
@@ -153,14 +157,12 @@ class Fetches(OccasionalLane):
         return min((fetch.since for fetch in self._fetches), default=None)
 
     def describe(self) -> str:
-        """The current wait, for messages."""
         if not self._fetches:
             return "handing over what others ask for" if self._sends else ""
         fetch = self._fetches[0]
         return f"{fetch.label}: waiting for {name_ranks(list(fetch.streams))}"
 
     def fail(self, error: WfbpError) -> None:
-        """End all that waits."""
         fetches, self._fetches = self._fetches, []
         self._questions, self._sends = [], []
         for fetch in fetches:
@@ -175,11 +177,11 @@ class Fetches(OccasionalLane):
             self._count_drop(notice["key"], len(members))
         else:
             self._questions.append(_Question(sender, **notice))
-            self._serve(True)
+            self._loop.add_lane(self)
 
     def _answer(self, question: _Question) -> bool:
         """Send the requested content; False if it is not published yet."""
-        store = self._stores.get(question.key)
+        store = self.stores.get(question.key)
         published = None if store is None else store.published
         refusal = ""
         head: object = None
@@ -197,7 +199,7 @@ class Fetches(OccasionalLane):
         else:
             try:
                 head, parts = published[1](question.items)
-            except RefusalError as error:
+            except DisagreementError as error:
                 refusal = str(error)
         head_bytes = pickle.dumps((refusal, head, [part.nbytes for part in parts]))
         if store is not None and store.published is not published:
@@ -218,7 +220,7 @@ class Fetches(OccasionalLane):
         yield from self._receive_all([buffer], rank, tag)
         refusal, head, sizes = pickle.loads(buffer.tobytes())
         if refusal:
-            return RefusalError(refusal), []
+            raise DisagreementError(refusal)
         parts: list[Buffer] = [np.empty(size, np.uint8) for size in sizes]
         yield from self._receive_all(parts, rank, tag)
         return head, parts
@@ -233,23 +235,11 @@ class Fetches(OccasionalLane):
             moved, works = len(left) < len(works), left
             yield moved
 
-    def _finish(self, fetch: _Fetch) -> None:
-        for rank, (head, _) in fetch.contents.items():
-            if isinstance(head, RefusalError):
-                fetch.reply.fail(
-                    DisagreementError(
-                        f"{self._where}: {fetch.label}: rank {rank} {head}. Every rank must step, "
-                        "load and wrap an optimizer alike"
-                    )
-                )
-                return
-        fetch.reply.put(fetch.contents)
-
     def _count_drop(self, key: str, num_members: int) -> None:
         self._dropped[key] = self._dropped.get(key, 0) + 1
         if self._dropped[key] == num_members:
             del self._dropped[key]
-            self._stores.pop(key, None)
+            self.stores.pop(key, None)
 
 
 def _pieces(buffer: Buffer) -> Iterator[Buffer]:

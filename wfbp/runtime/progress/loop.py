@@ -13,13 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from wfbp.comm.backend import HostBackend, Work
+from wfbp.comm.backend import Backend, HostBackend, Work
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
 from wfbp.errors import PeerError, WfbpError
-from wfbp.runtime.progress.lane_protocol import LaneProtocol
 from wfbp.runtime.progress.stall import (
     ALL_RANKS,
     NOTICES,
@@ -36,7 +35,7 @@ _YOUNG_S = 1.0
 """Waits are judged, and described, once they are older."""
 
 Message = Callable[[], None]
-NoticeHandler = Callable[[int, dict[str, Any]], None]
+NoticeHandler = Callable[[int, dict[str, Any]], object]
 
 
 class AutoResetEvent:
@@ -73,7 +72,6 @@ class Reply(Generic[T]):
         self.num_taken = 0
 
     def put(self, value: T) -> None:
-        """Store the result and wake the waiter."""
         self._results.append((value, None))
         self._event.set()
 
@@ -88,17 +86,15 @@ class Reply(Generic[T]):
         return bool(self._results)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the result; whether it came in time."""
+        """Wait for the result, without taking it; whether it came in time."""
         deadline = time.monotonic() + timeout_s
         while not self._results:  # the event may be of a result that was taken
             if not self._event.wait(deadline - time.monotonic()) and not self._results:
                 return False
         return True
 
-    def get(self, timeout_s: float) -> T:
-        """The result, or the error given to :meth:`fail`; ``TimeoutError`` without either."""
-        if not self.wait(timeout_s):
-            raise TimeoutError
+    def get(self) -> T:
+        """Take the result, which is there, or raise the error given to :meth:`fail`."""
         value, error = self._results.popleft()
         self.num_taken += 1
         if error is not None:
@@ -119,6 +115,57 @@ class PendingCollective:
     work: Work[Any] | None = None  # once it is started
 
 
+class LaneProtocol(Protocol):
+    """Moves communication of one kind on; everything is used under the progress lock.
+
+    The defaults are those of a lane that the loop serves only while it has work.
+    """
+
+    backend: Backend
+
+    @property
+    def polls(self) -> bool:
+        """Whether it looks for more than the backend's works, such as messages of other ranks or
+        events of a device: the loop then never sleeps in the backend."""
+
+    def advance(self) -> bool:
+        """Move on; True if something was started or completed."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a collective is under way."""
+
+    @property
+    def owes_work(self) -> bool:
+        """Whether other ranks wait for something that has been promised to them."""
+        return False
+
+    @property
+    def has_events(self) -> bool:
+        """Whether events wait to be read."""
+        return False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a group that became ready now could start."""
+        return False
+
+    @property
+    def expected_s(self) -> float | None:
+        """Expected duration of the operation under way, None if unknown."""
+        return None
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the oldest collective under way was started (``time.monotonic``)."""
+
+    def describe(self) -> str:
+        """The current place, for messages."""
+
+    def fail(self, error: WfbpError) -> None:
+        """Abandon the step, and raise the error in the thread that waits for it."""
+
+
 class ProgressLoop:
     """Drives messages, notices, collectives and lanes; for one thread at a time.
 
@@ -136,12 +183,10 @@ class ProgressLoop:
         self.num_passes = 0  # of progress()
         self.awaited: Reply[Any] = Reply()
         self.waiting_threads: set[int] = set()  # idents of threads that ever waited
-        self.is_awaited: Callable[[], bool] = lambda: False
-        """Whether a thread waits for communication elsewhere, such as in a framework's own code."""
-        self.num_fetches = 0
-        """Of this rank: it is not blocked then, because communication threads answer."""
-        self.closing = False
-        """The backend is about to be closed; nothing is read from it in the rest of this pass."""
+        # Whether a thread waits for communication elsewhere, such as in a framework's own code.
+        self.is_awaited: Callable[[], bool] = bool  # which returns False
+        self.num_fetches = 0  # of this rank: it is not blocked then; communication threads answer
+        self.closing = False  # nothing is read from the backend in the rest of this pass
         self._backend = backend
         self._where = where
         self._waiter = Waiter.watching(backend)
@@ -150,7 +195,8 @@ class ProgressLoop:
         )
         self._young_s = min(_YOUNG_S, config.stall_warning_s, config.timeout_s)
         self._handlers: dict[str, NoticeHandler] = {}
-        self._early: list[tuple[int, dict[str, Any]]] = []
+        # Notices whose handlers this rank has yet to name, by kind.
+        self._early: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         self._queues: dict[object, deque[PendingCollective]] = {}  # those that are not empty
         self._lanes: list[LaneProtocol] = []
         self._members: dict[LaneProtocol, Members] = {}
@@ -216,15 +262,10 @@ class ProgressLoop:
     def check_measurement(self, label: str, waited_s: float, members: Members = ALL_RANKS) -> None:
         """Raise the error that ends the runtime, if ranks failed or ``waited_s`` is too long."""
         now = time.monotonic()
-        if now < self._next_tick:
-            return
-        passed_s, self._next_tick = now - self._next_tick + TICK_S, now + TICK_S
-        self.read_notices()
-        waits = [(now - waited_s, label, members)]
-        error = self.error or self.watch.check(waits, now, passed_s)
-        if error is not None:
-            self.fail(error)
-            raise error
+        if now >= self._next_tick:
+            self._tick(now, [(now - waited_s, label, members)])
+        if self.error is not None:
+            raise self.error
 
     @property
     def wakeable(self) -> bool:
@@ -236,14 +277,13 @@ class ProgressLoop:
 
     @property
     def under_way(self) -> bool:
-        """Whether anything has to be moved on."""
-        if self.messages or self._queues:
-            return True
-        return any(lane.busy or lane.has_events or lane.owes_work for lane in self._lanes)
+        busy = bool(self.messages or self._queues)
+        for lane in self._lanes:
+            busy = busy or lane.busy or lane.has_events or lane.owes_work
+        return busy
 
     @property
     def has_events(self) -> bool:
-        """Whether events wait in a lane."""
         for lane in self._lanes:  # noqa: SIM110 - a comprehension costs a call
             if lane.has_events:
                 return True
@@ -251,7 +291,6 @@ class ProgressLoop:
 
     @property
     def owes_work(self) -> bool:
-        """Whether a lane owes other ranks anything."""
         return any(lane.owes_work for lane in self._lanes)
 
     def enqueue(self, collective: PendingCollective) -> None:
@@ -262,14 +301,17 @@ class ProgressLoop:
             self._queues.setdefault(collective.queue_key, deque()).append(collective)
 
     def add_lane(self, lane: LaneProtocol, members: Members = ALL_RANKS) -> None:
-        """Serve a lane for communication among ``members``; no other thread may use it any more."""
+        """Serve a lane, if it is not, for communication among ``members``; no other thread may use
+        it any more."""
+        if lane in self._members:
+            return
         if self.error is not None:
             lane.fail(self.error)
         self._lanes.append(lane)
         self._members[lane] = members
 
     def remove_lane(self, lane: LaneProtocol) -> None:
-        """No longer serve a lane; may be called while lanes advance."""
+        """No longer serve a lane, if it is served; may be called while lanes advance."""
         self._lanes = [other for other in self._lanes if other is not lane]
         self._members.pop(lane, None)
 
@@ -290,9 +332,8 @@ class ProgressLoop:
     def handle_notices(self, kind: str, handler: NoticeHandler) -> None:
         """Have notices of a kind given to this handler: the sender's rank, and the notice."""
         self._handlers[kind] = handler
-        early, self._early = self._early, []
-        for sender, notice in early:
-            self._handle(sender, notice)
+        for sender, notice in self._early.pop(kind, ()):
+            handler(sender, notice)
 
     def advance_lanes(self) -> None:
         """Move lanes on, for a collective that waits within :meth:`progress` for what they owe."""
@@ -315,7 +356,6 @@ class ProgressLoop:
             lane.fail(error)
 
     def describe(self) -> str:
-        """All work under way, for messages."""
         parts = [f"in {queue[0].label}" for queue in self._queues.values()]
         parts += [text for lane in self._lanes if (text := lane.describe())]
         return "; ".join(parts) or "idle"
@@ -371,8 +411,8 @@ class ProgressLoop:
         self.fail(error)
         return 0.0
 
-    def _tick(self, now: float) -> None:
-        """Do what is due some times a second."""
+    def _tick(self, now: float, waits: list[Wait] | None = None) -> None:
+        """Do what is due some times a second; judges ``waits``, or else all that is under way."""
         passed_s, self._next_tick = now - self._next_tick + TICK_S, now + TICK_S
         if self.closing:
             return
@@ -380,23 +420,21 @@ class ProgressLoop:
         for lane, idle in retiring:
             self.retire_lane(lane, idle)
         self.read_notices()
-        is_old, begun_before = bool(self.watch.left), now - self._young_s
-        for queue in self._queues.values():
-            is_old |= queue[0].since <= begun_before
-        for lane in self._lanes:
-            since = lane.waiting_since
-            is_old |= since is not None and since <= begun_before
-        if not is_old:
-            self.watch.reported = ""
-        elif (error := self.watch.check(self._waits(), now, passed_s)) is not None:
+        if waits is None:
+            oldest = now
+            for queue in self._queues.values():
+                oldest = min(oldest, queue[0].since)
+            for lane in self._lanes:
+                oldest = min(oldest, lane.waiting_since or now)
+            if oldest > now - self._young_s and not self.watch.left:
+                self.watch.reported = ""
+                return
+            waits = [(q[0].since, q[0].label, q[0].members) for q in self._queues.values()]
+            for lane in self._lanes:
+                if (since := lane.waiting_since) is not None:
+                    waits.append((since, lane.describe(), self._members[lane]))
+        if (error := self.watch.check(waits, now, passed_s)) is not None:
             self.fail(error)
-
-    def _waits(self) -> list[Wait]:
-        waits = [(q[0].since, q[0].label, q[0].members) for q in self._queues.values()]
-        for lane in self._lanes:
-            if (since := lane.waiting_since) is not None:
-                waits.append((since, lane.describe(), self._members[lane]))
-        return waits
 
     def read_notices(self) -> None:
         """Handle the notices that have arrived; done some times a second."""
@@ -410,49 +448,18 @@ class ProgressLoop:
                     self.fail(PeerError(f"{self._where}: rank {sender} failed: {reason}"))
             elif kind == "bye":
                 self.ended.add(sender)
-                how = "has left (its program ended or called shutdown)"
-                self.watch.note_left(sender, how)
+                self.watch.note_left(sender, "has left (its program ended or called shutdown)")
             elif kind in NOTICES:
                 error = self.watch.handle_notice(sender, notice, self._status())
                 if error is not None:
                     self.fail(error)
+            elif handler := self._handlers.get(kind):
+                handler(sender, notice)
             else:
-                self._handle(sender, notice)
-
-    def _handle(self, sender: int, notice: dict[str, Any]) -> None:
-        """Pass a notice on to its handler, which this rank may have yet to name."""
-        if handler := self._handlers.get(notice["kind"]):
-            handler(sender, notice)
-        else:
-            self._early.append((sender, notice))
+                self._early.setdefault(kind, []).append((sender, notice))
 
     def _status(self) -> RankStatus:
-        """Status of this rank."""
         # With several threads, another one might still begin what other ranks wait for.
         alone = len(self.waiting_threads) == 1 and self.num_waiting == 1
         blocked = alone and not self.awaited.answered and not self.num_fetches
         return RankStatus(self.describe(), blocked, self.num_waits, self._backend.activity)
-
-
-class OccasionalLane(LaneProtocol):
-    """A lane that the loop serves only while there is work for it."""
-
-    expected_s = None
-    has_room = False
-    has_events = False
-
-    def __init__(self, loop: ProgressLoop, members: Members = ALL_RANKS) -> None:
-        self._loop = loop
-        self._members = members
-        self._served = False
-
-    @property
-    def owes_work(self) -> bool:
-        return False
-
-    def _serve(self, wanted: bool) -> None:
-        if wanted and not self._served:
-            self._loop.add_lane(self, self._members)
-        elif self._served and not wanted:
-            self._loop.remove_lane(self)
-        self._served = wanted

@@ -62,7 +62,6 @@ class CommunicationThread:
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     @property
@@ -77,23 +76,15 @@ class CommunicationThread:
         self.loop.error = error
 
     @property
-    def owes_work(self) -> bool:
-        """Whether other ranks wait for something that this one has promised."""
-        return self.error is None and self.loop.owes_work
-
-    @property
     def is_used_here(self) -> bool:
         """Whether the calling thread has ever waited for communication."""
         return getattr(self._here, "used", False)
 
-    def post(self, message: Message) -> None:
-        """Have ``message`` called soon, under the progress lock."""
+    def post(self, message: Message, wakes: bool = True) -> None:
+        """Have ``message`` called under the progress lock: soon, or by the caller's next wait."""
         self.loop.messages.append(message)
-        self.loop.wakeup.set()
-
-    def leave(self, message: Message) -> None:
-        """Queue ``message`` for the caller's wait; the communication thread is not woken."""
-        self.loop.messages.append(message)
+        if wakes:
+            self.loop.wakeup.set()
 
     def progress(self) -> None:
         """Move communication on without waiting, unless another thread is doing that."""
@@ -123,7 +114,7 @@ class CommunicationThread:
         reply: Reply[T] = Reply()
         # ``start`` is called under the progress lock.
         collective = PendingCollective(label, start, reply, queue_key, members)
-        self.leave(lambda: self.loop.enqueue(collective))
+        self.post(lambda: self.loop.enqueue(collective), wakes=False)
         return self.await_reply(reply, label)
 
     def await_reply(self, reply: Reply[T], label: str) -> T:
@@ -136,7 +127,7 @@ class CommunicationThread:
         loop.awaited = reply
         loop.num_waits += 1
         if reply.answered:
-            return reply.get(timeout_s=0.0)
+            return reply.get()
         since, num_taken = time.monotonic(), reply.num_taken
         with signals.deferred:
             while not self._await(reply, label, since):
@@ -148,7 +139,7 @@ class CommunicationThread:
                     raise
                 if reply.num_taken != num_taken:
                     raise TakenError(f"{self._where}: {label}: a signal handler took the result")
-            return reply.get(timeout_s=0.0)
+            return reply.get()
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread once its messages are worked off; whether it has ended in time."""

@@ -47,7 +47,8 @@ class NetworkCosts:
         lane_backend: Backend | None,
         call: Callable[[Callable[[Backend], Any], str], Any],
     ) -> Costs:
-        """As :meth:`Runtime.measure_costs`; ``call`` runs one collective."""
+        """Cost curves up to a message size, equal on every rank, each measured once, or ``anew``;
+        ``call`` runs one collective. ``lane_backend`` is of a lane that sends nothing now."""
         curves = self._curves.setdefault(type(lane_backend).__name__, {})
         if anew:
             curves.clear()

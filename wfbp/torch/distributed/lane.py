@@ -24,7 +24,7 @@ from wfbp.comm.backend import Backend, Work
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.core.ranks import name_values
 from wfbp.errors import DisagreementError, StallError, WfbpError
-from wfbp.runtime.progress.loop import OccasionalLane
+from wfbp.runtime.progress.loop import LaneProtocol
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.messages import GroupMessage
@@ -40,11 +40,12 @@ _ANSWER_S, _TURN_S = 1.0, 0.5
 """How long ranks wait for each other's places, and then for the ranks before them to judge."""
 
 
-class GroupLane(OccasionalLane):
+class GroupLane(LaneProtocol):
     """The collectives and messages of one group, under the progress lock."""
 
     def __init__(self, runtime: Runtime, exchange: Exchange, name: str, check_all: bool) -> None:
-        super().__init__(runtime.thread.loop, Members(-1, tuple(sorted(exchange.ranks))))
+        self._loop = runtime.thread.loop
+        self._members = Members(-1, tuple(sorted(exchange.ranks)))
         self.backend: Backend = exchange.backend
         self.error: WfbpError | None = None
         self._runtime, self._exchange, self._name = runtime, exchange, name
@@ -82,7 +83,7 @@ class GroupLane(OccasionalLane):
                 self._texts[self._number] = operation.text
                 self._texts.pop(self._number - _HISTORY, None)
                 self._queue.append(operation)
-            self._serve(True)
+            self._loop.add_lane(self, self._members)
 
     def advance(self) -> bool:
         progressed = self._start_queued()
@@ -99,7 +100,7 @@ class GroupLane(OccasionalLane):
             self._look_s = now + _LOOK_S
             self._look(now)
         if not (self.busy or progressed):
-            self._serve(False)
+            self._loop.remove_lane(self)
         return progressed
 
     @property
@@ -215,7 +216,7 @@ class GroupLane(OccasionalLane):
         else:
             last = f", after {self._texts[self._number]}" if self._number else ""
             place = f"has not called it{last}"
-        self._serve(True)
+        self._loop.add_lane(self, self._members)
         self._tell(place=place)
 
     def _tell(self, **news: str) -> None:

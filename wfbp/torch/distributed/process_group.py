@@ -175,8 +175,9 @@ class ProcessGroup(dist.ProcessGroup):
             work.complete()
         if self._coalesced is not None:
             self._coalesced.include(work)
-        # If the caller waits, it will do it.
-        (thread.post if wakes else thread.leave)(partial(self.lane.submit, works))
+        thread.post(
+            partial(self.lane.submit, works), wakes
+        )  # else the caller waits, and will do it
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
