@@ -228,7 +228,8 @@ class OptimizerSync:
         sharding = None
         if options.sharded_update and reducer.may_decouple:
             sharding = StateSharding(runtime, specs, params, optimizer, reducer.exchange)
-        self.update = Update(reducer, optimizer, step, params, sharding, name)
+        self._step_whole = _timed(reducer, step)
+        self.update = Update(reducer, optimizer, self._step_whole, params, sharding, name)
         for param in params:
             owners[id(param)] = self
         self._hooks: dict[int, Any] = {}
@@ -455,7 +456,9 @@ class OptimizerSync:
         update, reduced = self.update, self.held
         self.held = None
         try:
-            return update.step_whole() if self._alone else update.apply(reduced)
+            if self._alone or not (self.reducer.decoupled or update.sharding is not None):
+                return self._step_whole()
+            return update.apply(reduced)
         finally:
             if self.reducer.decoupled and self.reducer.profiling:
                 update.flush()  # nothing travels where compute is measured
@@ -577,6 +580,18 @@ class OptimizerSync:
         self.update.let_go()
         self.leave_buffers()
         _remove(self._hooks, self.reducer, self._forward.stop)
+
+
+def _timed(reducer: Reducer, step: Callable[[], Any]) -> Callable[[], Any]:
+    """An optimizer's ordinary step on whole gradients, whose time the reducer learns."""
+
+    def step_whole() -> Any:
+        start = reducer.clock.start_update()
+        result = step()
+        reducer.clock.mark_update(start)
+        return result
+
+    return step_whole
 
 
 def _remove(hooks: dict[int, Any], reducer: Reducer, unwatch: Callable[[], None]) -> None:

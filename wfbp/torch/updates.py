@@ -53,14 +53,14 @@ class Update:
         self,
         reducer: Reducer,
         optimizer: optim.Optimizer,  # the program's own; its groups say what is stepped, and how
-        step: Callable[[], Any],  # its ordinary step
+        step_whole: Callable[[], Any],  # for whole gradients, parameters and state
         params: Sequence[torch.Tensor],  # the reducer's, by index
         sharding: StateSharding | None,  # where ranks update shards
         name: str,
     ) -> None:
         self._reducer = reducer
         self._optimizer = optimizer
-        self._step = step
+        self._step_whole = step_whole
         self._bare_step = bare_step(type(optimizer))
         self._params = params
         self._device_type = params[0].device.type
@@ -83,13 +83,6 @@ class Update:
         self.pending.wait_all()
         self._reducer.flush()
 
-    def step_whole(self) -> Any:
-        """Step whole parameters, by whole gradients."""
-        start = self._reducer.clock.start_update()
-        result = self._step()
-        self._reducer.clock.mark_update(start)
-        return result
-
     def apply(self, reduced: Reduced | None) -> Any:
         """Step, and begin all-gathers; ``reduced`` is None if every ``p.grad`` is whole."""
         sharding = self.sharding
@@ -97,14 +90,14 @@ class Update:
             self.pending.wait_all()
         if sharding is None:
             if reduced is None:
-                return self.step_whole()
+                return self._step_whole()
             return self._with_hooks(partial(self._defer, reduced))
         if self._installed != self._reducer.num_installed:
             self._follow(sharding)
         sharding.begin_update()
         try:
             if not sharding.shards:
-                return self.step_whole()
+                return self._step_whole()
             sharding.check()
             return self._with_hooks(partial(self._step_shards, sharding, reduced))
         finally:
