@@ -48,7 +48,7 @@ class ExchangeDescription:
 
     @cached_property
     def text(self) -> bytes:
-        """What ranks compare; the same in every process."""
+        """The description that ranks compare; the same in every process."""
         settings = {
             "name": self.title,
             "op": str(self.options.op),

@@ -454,7 +454,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def _wfbp_evaluate(self, closure: Callable[[], Any]) -> Any:
         sync = self._wfbp_sync
         if sync is not None and self._wfbp_options.op is Op.SUM:
-            # What is left of earlier gradients is a sum already, and will be added up again.
+            # Earlier gradients are sums already, and will be added up again.
             for grad in (p.grad for group in self.param_groups for p in group["params"]):
                 if grad is not None:
                     grad.detach().div_(sync.runtime.size)

@@ -1,8 +1,8 @@
 """The backend on MPI: each collective's algorithm, and its tasks.
 
-All reductions are ``comm.arrays.combine``'s, in the order of ranks. Where several hosts have
-several ranks each, the ranks of a host are added first, and then the hosts, in the order of their
-first ranks. So results do not depend on the size of a message, or on how it travels.
+All reductions are ``comm.arrays.combine``'s, in the order of ranks. If several hosts have several
+ranks each, ranks of a host are added first, then hosts in the order of their first ranks. So
+results depend neither on the size of a message nor on the algorithm.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ class Exchange:
             reduction is not None
             and len({id(block) for block in outgoing if block is not None}) > 1
         ):
-            largest *= self.size  # a block of its own for each rank
+            largest *= self.size  # one block per rank
         count = max(1, -(-largest // self._chunk_bytes)) if in_chunks else 1
         item = 1 if reduction is None else reduction.item_bytes
         arriving, result = list(incoming), incoming[self.rank]

@@ -1,4 +1,4 @@
-"""What needs the MPI library's own functions: payloads of any length, and the extension."""
+"""Uses of the MPI library's own functions: payloads of any length, and the extension."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Task(ABC):
         raise NotImplementedError
 
     def awaited(self) -> Watch | None:
-        """What :meth:`step` waits for, beside messages; None if it may find progress already."""
+        """The flags that :meth:`step` waits for; None if it may find progress without them."""
         return None
 
 

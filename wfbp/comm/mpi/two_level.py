@@ -254,7 +254,7 @@ class TwoLevelTask(FlaggedTask):
             self._copy(targets, self._block(place, owner), inwards=False)
 
     def _copy(self, pieces: Sequence[Buffer], block: Buffer, inwards: bool) -> None:
-        """Copy the pieces of a block into it, or out of it; those that are there already stay."""
+        """Copy pieces into a block or out of it, except those that share its memory."""
         start = 0
         for piece in pieces:
             place = block[start : start + piece.size]

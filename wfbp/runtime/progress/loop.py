@@ -94,7 +94,7 @@ class Reply(Generic[T]):
         return True
 
     def get(self) -> T:
-        """Take the result, which is there, or raise the error given to :meth:`fail`."""
+        """Take the result that has arrived, or raise the error given to :meth:`fail`."""
         value, error = self._results.popleft()
         self.num_taken += 1
         if error is not None:

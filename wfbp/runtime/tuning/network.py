@@ -36,7 +36,7 @@ class NetworkCosts:
         self._is_logger = is_logger
         self._budget_s = budget_s
         self._check = check
-        # By kind of backend: up to which message size a curve is known, and the curve.
+        # By kind of backend: the largest message size of a curve, and the curve.
         self._curves: dict[str, dict[Operation, tuple[int, PiecewiseCost]]] = {}
 
     def measure(

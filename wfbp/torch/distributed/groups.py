@@ -188,7 +188,7 @@ class Groups:
             # Of a message that was never received, the next group must not receive it.
             if all(found == position for found, _ in states) and sum(n for _, n in states) == 0:
                 return self._idle[ranks].pop(old)
-        # All ranks are here, so this does not take long; the communication thread goes on.
+        # Short, since all ranks are here; the communication thread is not held up.
         return self._backend.among(ranks, zlib.crc32(key.encode()) % _NUM_TAGS)
 
     # Under the progress lock.

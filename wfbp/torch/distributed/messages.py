@@ -22,7 +22,7 @@ from wfbp.torch.distributed.work import GroupWork
 _LEFT_GRACE_S = 2.0
 
 _abandoned: list[GroupMessage] = []
-"""Messages that nobody waits for any more: MPI may still use their memory."""
+"""Messages without a waiting thread, kept because MPI may still use their memory."""
 
 
 class GroupMessage(GroupWork):

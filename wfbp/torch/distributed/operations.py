@@ -269,7 +269,7 @@ def barrier(call: GroupCollective) -> None:
 _ONE, _LIST, _ROWS = "a tensor", "a list of tensors", "numbers of rows"
 
 METHODS: dict[str, tuple[Callable[..., None], type[Any], Sequence[str]]] = {
-    # What describes each collective method of PyTorch, its options, and the arguments before them.
+    # PyTorch's method: the function that describes it, its options, the arguments before them.
     "allreduce": (all_reduce, c10d.AllreduceOptions, [_ONE]),
     "allreduce_coalesced": (all_reduce, c10d.AllreduceOptions, [_ONE]),
     "reduce": (reduce, c10d.ReduceOptions, [_ONE]),
@@ -307,7 +307,7 @@ def parse_options(kind: type[Any], given: Sequence[Any], named: dict[str, Any]) 
 
 
 def each_call(kind: str, given: Any) -> list[Any]:
-    """This argument of every collective, of which several may come together."""
+    """This argument of each collective of a call; coalesced calls have several."""
     if kind == _ONE:
         return [given] if isinstance(given, Tensor) else list(given)
     if kind == _LIST and given and not isinstance(given[0], Tensor):

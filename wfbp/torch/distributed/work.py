@@ -1,4 +1,4 @@
-"""What the caller of an operation of a process group holds: a ``Work`` and its future."""
+"""Works: handles that PyTorch returns for operations of a process group, with their futures."""
 
 from __future__ import annotations
 
