@@ -29,8 +29,8 @@ from wfbp.torch.distributed.work import GroupWork
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """Collectives and messages of CPU tensors; tensors on other devices go to a group of the backend
-    that the program named for these. Any thread may call the methods."""
+    """Collectives and messages of CPU tensors; tensors on other devices go to a group of the
+    backend that the program named for these. Any thread may call the methods."""
 
     def __init__(
         self,
