@@ -23,7 +23,14 @@ FAILURE = 1
 INTERRUPTED = 130
 
 
+class _InOrder(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of the documentation."""
+        return [name for name in COMMANDS if name in self.commands]
+
+
 @click.group(
+    cls=_InOrder,
     no_args_is_help=True,
     context_settings={
         "help_option_names": ["-h", "--help"],

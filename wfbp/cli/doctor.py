@@ -71,9 +71,10 @@ def command(self_test: bool, hosts: str | None, ssh: str, as_json: bool) -> None
             shown = finding["topic"] if finding["topic"] != topic else ""
             topic, status = finding["topic"], finding["status"]
             marked = click.style(f"{status:9}", fg=COLORS[status], bold=status == PROBLEM)
-            click.echo(f"{shown:14}{marked}{finding['text']}")
+            color = False if os.environ.get("NO_COLOR") else None
+            click.echo(f"{shown:14}{marked}{finding['text']}", color=color)
             if finding["remedy"]:
-                click.secho(f"{'':23}-> {finding['remedy']}", bold=True)
+                click.secho(f"{'':23}-> {finding['remedy']}", bold=True, color=color)
         click.echo(f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem")
     if problems:
         raise SystemExit(1)
@@ -260,9 +261,14 @@ def _gpu() -> Findings:
     if tool is None:
         yield OK, "no NVIDIA GPU (nvidia-smi is not installed): gradients are in host memory", ""
         return
-    rows = output(tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    for index, row in enumerate(csv.reader(rows.splitlines(), skipinitialspace=True)):
-        yield OK, f"GPU {index}: {', '.join(row)}", ""
+    command = (tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        reason = " ".join((done.stdout + done.stderr).split()) or f"exit status {done.returncode}"
+        yield PROBLEM, f"nvidia-smi fails: {reason}", "install or repair the NVIDIA driver"
+    else:
+        for index, row in enumerate(csv.reader(done.stdout.splitlines(), skipinitialspace=True)):
+            yield OK, f"GPU {index}: {', '.join(row)}", ""
     installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
     yield from _gpu_packages(installed)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -97,6 +98,7 @@ def _contents() -> dict[str, Mapping[str, Any]]:
     surface = import_module("wfbp.horovod.torch")
     elastic = import_module("wfbp.horovod.torch.elastic")
     compression = import_module("wfbp.torch.compression")
+    _OptimizerClass.register(surface.DistributedOptimizerBase)
     names = {name: getattr(surface, name) for name in surface.__all__}
     errors = {
         "HorovodInternalError": surface.HorovodInternalError,
@@ -111,14 +113,24 @@ def _contents() -> dict[str, Mapping[str, Any]]:
         "horovod.torch.compression": {
             name: value for name, value in vars(compression).items() if not name.startswith("_")
         },
-        "horovod.torch.optimizer": {
-            **names,
-            "_DistributedOptimizer": surface.DistributedOptimizerBase,
-        },
+        "horovod.torch.optimizer": {**names, "_DistributedOptimizer": _OptimizerClass},
         "horovod.common.util": {**names, **_UTIL},
         **{f"horovod.common.{name}": {**names, **errors} for name in _COMMON},
         **{f"horovod.torch.{name}": {**names, **elastic_names} for name in _TORCH},
     }
+
+
+class _OptimizerClass(ABC):  # noqa: B024 - its instances are registered
+    """Horovod's class of optimizers, which programs name in annotations and ``isinstance()``."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError(
+            "wfbp.horovod has no optimizers to derive from: call DistributedOptimizer(optimizer), "
+            "and derive from the optimizer's own class"
+        )
+
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("call DistributedOptimizer(optimizer), which makes an optimizer")
 
 
 def _split_list(items: Sequence[Any], num_parts: int) -> list[Any]:

@@ -123,6 +123,10 @@ class TorchState(SimpleNamespace):
         1
     """
 
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __repr__ = object.__repr__
+
     def __init__(
         self,
         model: torch.nn.Module | None = None,

@@ -10,7 +10,8 @@ rank has its own optimizer state.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -130,9 +131,12 @@ class AdasumOptimizer(HorovodOptimizer):
         before = [p.detach().clone() for p in params]
         result = super().step(closure)
         with torch.no_grad():
+            changes = [p - start for p, start in zip(params, before, strict=True)]
+            for param, start in zip(params, before, strict=True):
+                param.copy_(start)  # equal on all ranks, should these not combine
             changes = perform(
                 FORMS["grouped_allreduce"],
-                [p - start for p, start in zip(params, before, strict=True)],
+                changes,
                 name=self._wfbp_prefix,
                 compression=self._wfbp_compression,
                 op=HorovodOp.ADASUM,
@@ -141,6 +145,11 @@ class AdasumOptimizer(HorovodOptimizer):
             for param, start, change in zip(params, before, changes, strict=True):
                 param.copy_(start + change)
         return result
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: gradients are not exchanged."""
+        yield
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
