@@ -114,8 +114,8 @@ CORE = [
 RUNTIME = [
     Mutation(
         "runtime/reducer.py",
-        "while self._num_arrived <= group:",
-        "while self._num_arrived < group:",
+        "while self._num_arrived <= min(group, ",
+        "while self._num_arrived < min(group, ",
         unit("runtime/test_reducer"),
     ),
     Mutation(
@@ -222,8 +222,8 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/progress/channel.py",
-        "if purpose != purposes[0]:",
-        "if purpose < purposes[0]:",
+        "if other != purposes[0]:",
+        "if other < purposes[0]:",
         unit("runtime/test_channel"),
     ),
     Mutation(
@@ -345,8 +345,8 @@ TORCH = [
 JAX = [
     Mutation(
         "jax/gradients.py",
-        "for place, value in zip(self.places, changed, strict=True):",
-        "for place, value in enumerate(changed):",
+        "for place, value in zip(self.places, averages, strict=True):",
+        "for place, value in enumerate(averages):",
         unit("jax/test_trees"),
     ),
     Mutation(
@@ -362,15 +362,15 @@ JAX = [
         unit("jax/test_exchanges"),
     ),
     Mutation(
-        "jax/exchanges.py",
-        "plan.groups[: plan.num_backward - 1]",
-        "plan.groups[: plan.num_backward]",
-        unit("jax/test_exchanges"),
+        "runtime/reducer.py",
+        "group if group < self._num_early else -1",
+        "group if group <= self._num_early else -1",
+        unit("runtime/test_reducer"),
     ),
     Mutation(
         "jax/trees.py",
-        "mean[end - array.size : end].reshape",
-        "mean[: array.size].reshape",
+        "mean[start:end].reshape",
+        "mean[: end - start].reshape",
         ("tests/parallel/test_jax_operations.py", "-k", "metrics and 3-overlap"),
     ),
 ]
