@@ -52,12 +52,13 @@ class DeviceWork(Work[None]):
         return self.beside.test() and self._end is not None
 
     def test(self) -> bool:
-        if not self.issued():
-            if self._end is None and self._backend.order is not None:
+        issued = self.issued()
+        if self._end is None:
+            if self._backend.order is not None:
                 self._backend.order.advance_others()
             return False
         if self._backend.device.done(self._end):
-            return True
+            return issued
         self._backend.check()
         return False
 

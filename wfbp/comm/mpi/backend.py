@@ -37,6 +37,7 @@ from wfbp.comm.mpi.transfers import (
     Channel,
     Chunking,
     MpiWork,
+    Pieces,
     ProgressGroup,
     Task,
     TransferTask,
@@ -143,8 +144,10 @@ class MpiBackend(HostBackend):
         sources = as_arrays(data, [(0, data.size)], segments, dtype, writeable=False)
         if data.nbytes * (self.size - 1) <= self._topology.chunking.small_bytes:
             # Each rank sends all of its contribution, and combines all of the result.
-            whole = [(0, data.size)] * self.size
-            return self._exchange(data, whole, dtype, op, sources, gathers=False)
+            pieces = between(sources, 0, data.size)
+            given = dict.fromkeys((self.rank, *self._channel.peers), pieces)
+            task = self._task(data.nbytes, given, {self.rank: [data]}, dtype, op, gathers=False)
+            return self._channel.submit(data.nbytes, [task])
         return self._exchange(data, split(data.size, self.size), dtype, op, sources)
 
     def reduce_scatter(
@@ -327,11 +330,7 @@ class MpiBackend(HostBackend):
             nbytes += (stop - start) * data.itemsize
         # Chunks have a piece of every rank's share, so that all ranks work all the time.
         num_chunks = -(-nbytes // self._topology.chunking.chunk_bytes)
-        how, owners, item = (
-            reduction(op, self.size),
-            (self.rank, *self._channel.peers),
-            data.itemsize,
-        )
+        owners, item = (*self._channel.peers, self.rank), data.itemsize  # receive first
         tasks = []
         for chunk in range(num_chunks):
             given, places, nbytes = {}, {}, 0
@@ -343,18 +342,26 @@ class MpiBackend(HostBackend):
                 places[owner] = between(results, first, last)
                 if sources is not None:
                     given[owner] = between(sources, first, last)
-            begin = partial(
-                begin_exchange,
-                channel=self._channel,
-                agents=range(self.size),
-                sources=given,
-                results=places,
-                dtype=dtype,
-                how=how,
-                gathers=gathers,
-            )
-            tasks.append(TransferTask(nbytes, begin))
+            tasks.append(self._task(nbytes, given, places, dtype, op, gathers))
         return self._channel.submit(data.nbytes, tasks)
+
+    def _task(
+        self,
+        nbytes: int,
+        sources: Pieces,
+        results: Pieces,
+        dtype: str,
+        op: Op,
+        gathers: bool,
+    ) -> Task:
+        """Exchange one chunk with every rank."""
+        channel, ranks, how = self._channel, range(self.size), reduction(op, self.size)
+        return TransferTask(
+            nbytes,
+            lambda task: begin_exchange(
+                task, channel, ranks, sources, results, dtype, how, gathers
+            ),
+        )
 
     def _own(self, parent: MPI.Comm) -> MPI.Comm:
         # A duplicate: neither tags nor collectives can meet those of the program.

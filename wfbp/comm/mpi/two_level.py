@@ -15,6 +15,7 @@ Flags order the data only if processors see stores in order (``shm_memory.ORDERE
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import HALF, Arrays, Buffer, Segment, as_arrays, between, reduction, split
+from wfbp.comm.arrays import HALF, Arrays, Buffer, Segment, as_arrays, reduction, split
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
@@ -154,7 +155,8 @@ class TwoLevelTask(FlaggedTask):
         self._tag = self._levels.channel.next_tag()
         own = [self._bounds[self._levels.rank]]
         for start, stop in own if self._op is None else self._bounds:
-            self._copy(between(self._sources, start, stop), self._data[start:stop], inwards=True)
+            for piece, at in pieces_of(self._sources, start, stop, elsewhere=True):
+                copy(self._data[at : at + piece.size], piece)
         self._publish(self._data)
 
     def step(self) -> bool:
@@ -249,18 +251,26 @@ class TwoLevelTask(FlaggedTask):
 
     def _deliver(self, place: int) -> None:
         """Copy an agent's blocks to their destinations on this rank."""
+        mine = place == self._flags.rank
         for owner in self._levels.blocks_of[place]:
-            targets = between(self._results, *self._bounds[owner])
-            self._copy(targets, self._block(place, owner), inwards=False)
+            start, stop = self._bounds[owner]
+            targets = pieces_of(self._results, start, stop, elsewhere=mine)
+            block = self._block(place, owner) if targets else self._data
+            for piece, at in targets:
+                copy(piece, block[at - start : at - start + piece.size])
 
-    def _copy(self, pieces: Sequence[Buffer], block: Buffer, inwards: bool) -> None:
-        """Copy pieces into a block or out of it, except those that share its memory."""
-        start = 0
-        for piece in pieces:
-            place = block[start : start + piece.size]
-            start += piece.size
-            if self._memory.offset(piece) != self._memory.offset(place):
-                copy(*((place, piece) if inwards else (piece, place)))
+
+def pieces_of(arrays: Arrays, start: int, stop: int, elsewhere: bool) -> list[tuple[Buffer, int]]:
+    """The pieces of elements ``start`` to ``stop``, and the first element of each; perhaps only
+    those in segments, which are every second array."""
+    starts, buffers = arrays
+    pieces = []
+    for k in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
+        if k % 2 or not elsewhere:
+            piece = buffers[k][max(start - starts[k], 0) : stop - starts[k]]
+            if piece.size:
+                pieces.append((piece, max(start, starts[k])))
+    return pieces
 
 
 class TwoLevel:
@@ -303,8 +313,14 @@ class TwoLevel:
             shared = self.memory.zeros(data.nbytes).view(data.dtype)
             shared[:] = data
             finish = partial(np.copyto, data, shared)
-        targets = [Segment(part.start, part.result) for part in segments if part.result is not None]
-        sources = as_arrays(shared, [(0, data.size)], segments, dtype, writeable=False)
+        at, offset = self.memory.offset(shared), self.memory.offset
+        targets = [
+            Segment(part.start, part.result)
+            for part in segments
+            if part.result is not None and offset(part.result) != at + part.start
+        ]
+        given = [part for part in segments if offset(part.data) != at + part.start]
+        sources = as_arrays(shared, [(0, data.size)], given, dtype, writeable=False)
         results = as_arrays(shared, [(0, data.size)], targets, dtype)
         shares = split(data.size, self.channel.size)
         return self.submit(shared, shares, dtype, op, sources, results, finish=finish)
