@@ -106,7 +106,9 @@ def _plain(value: Any) -> Any:
     """A value as it can be compared; None for one that cannot."""
     if isinstance(value, bool | str):
         return value
-    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, Real):
         return float(value)
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]

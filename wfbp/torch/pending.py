@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,17 +71,19 @@ def _await_param(param: torch.Tensor) -> None:
         owner[0].wait(owner[1])
 
 
-def await_all(stop: str = "") -> None:
-    """Wait until nothing is pending; ``stop``: why nothing may be pending from now on."""
+def await_all(stop: str = "", of_any: bool = False) -> None:
+    """Wait until nothing is pending; ``stop``: why nothing may be pending from now on. Parameters
+    whose update has failed raise, unless those of any model are waited for."""
     for pending in {owner for owner, _ in list(under_way.values())}:
         if stop:
             pending.stop(stop)
-        pending.wait_all()
+        if not (of_any and pending.has_failed):
+            pending.wait_all()
 
 
 # Some code takes tensors in C++, without asking __torch_function__: forked processes, torch.func,
 # and script functions.
-os.register_at_fork(before=await_all)
+os.register_at_fork(before=partial(await_all, of_any=True))
 
 
 def _flatten(param: Pending) -> tuple[list[torch.Tensor], None]:
@@ -109,7 +112,7 @@ _script_function.__call__ = _wait_and_call_script
 
 def _compiling(*_: object) -> None:
     """Before a compilation, whose guards compare classes."""
-    await_all("torch.compile reads them")
+    await_all("torch.compile reads them", of_any=True)
 
 
 def _before_forward(module: nn.Module, inputs: object) -> None:
@@ -152,6 +155,11 @@ class PendingParameters:
 
     def __bool__(self) -> bool:
         return bool(self._left)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an update has raised, so that the parameters are of no use."""
+        return self._failure is not None
 
     def begin(
         self, indices: Sequence[int], groups: Sequence[Sequence[int]], addresses: Sequence[int]

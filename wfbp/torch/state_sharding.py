@@ -134,9 +134,13 @@ class StateSharding:
         self.let_go()
         self.shards.clear()
 
+    def drop_views(self) -> None:
+        """Keep no memory of the reducer."""
+        self._reduced.clear()
+
     def let_go(self) -> None:
         """Keep no memory of the reducer, and leave the optimizer no state that is not its own."""
-        self._reduced.clear()
+        self.drop_views()
         self._withdraw_mark()
 
     def _withdraw_mark(self) -> None:

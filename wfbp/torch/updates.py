@@ -8,7 +8,6 @@ parameter, decoupled ones just before they are read.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch import optim
 from torch._functorch import pyfunctorch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_map_only
 
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.step import BufferView
@@ -92,7 +92,7 @@ class Update:
             if reduced is None:
                 return self._step_whole()
             return self._with_hooks(partial(self._defer, reduced))
-        if self._installed != self._reducer.num_installed:
+        if follows := self._installed != self._reducer.num_installed:
             self._follow(sharding)
         sharding.begin_update()
         try:
@@ -101,6 +101,8 @@ class Update:
             sharding.check()
             return self._with_hooks(partial(self._step_shards, sharding, reduced))
         finally:
+            if follows:  # this step's are memory of the plan before
+                sharding.drop_views()
             sharding.publish()
 
     def make_whole(self) -> None:
@@ -119,7 +121,8 @@ class Update:
     def before_state_is_used(self) -> None:
         """The program looks up state, which it may keep: no update is left for later any more."""
         if self.sharding is None and self._reducer.may_decouple:
-            self.pending.stop("the program uses optimizer.state")
+            if self._optimizer.state:  # a library may look at it before the first step
+                self.pending.stop("the program uses optimizer.state")
             self.pending.wait_all()
 
     def before_another_state(self, state: State) -> None:
@@ -233,14 +236,17 @@ class Update:
     def _defer(self, reduced: Reduced) -> Any:
         """Gather gradients, step what is not gathered, and leave the rest to :meth:`_complete`."""
         reducer, params, optimizer = self._reducer, self._params, self._optimizer
+        # The program may change settings before they are used.
+        groups = []
+        for group in optimizer.param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            copied = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), settings)
+            groups.append({**copied, "params": list(group["params"])})
+        self._settings = dict(vars(optimizer)), groups
         # The program may go on with its own gradients where an earlier step left averages.
         grads = [p.grad for p in params if p.grad is not None]
         kept = {grad.data_ptr() for grad in grads if grad.layout is torch.strided}
         whole = reducer.gather_gradients(reduced, kept)
-        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-        for group in groups:  # the program may change settings before they are used
-            group.update(copy.deepcopy({k: group[k] for k in optimizer.defaults if k in group}))
-        self._settings = dict(vars(optimizer)), groups
         now: dict[int, torch.Tensor] = {}
         for index, (param, slot) in enumerate(zip(params, whole, strict=True)):
             if not reducer.decouples_tensor(index):

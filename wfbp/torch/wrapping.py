@@ -186,7 +186,7 @@ def distribute(
     )
     check_params(named_params(optimizer, known, complete=True), options)
     _check_previous(optimizer, runtime)
-    await_all()  # pending parameters of dropped models would never be freed otherwise
+    await_all(of_any=True)  # pending parameters of dropped models would never be freed otherwise
     params = [p for group in optimizer.param_groups for p in group["params"]]
     why = why_not_elementwise(optimizer, declared=sharding is True)
     if why:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from wfbp.core.planners.partition import Partition, Row, measure
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+MAX_TABLE_TENSORS = 2048  # up to here the costs of all runs are kept, in 32 MiB
 CHUNK_ELEMENTS = 2**17  # costs handled at once, so that they stay in cache
 ROUNDING = 1e-12
 
@@ -28,7 +29,11 @@ class CurveSolver:
         self._r = np.array([0.0, *row.ready_s])
         self._floor = row.floor_s
         self._speed = 1.0 / (1.0 + kappa)
-        self._table = _costs_of_runs(row)
+        self._costs = costs = _costs_of_runs(row)
+        self._table: Floats | None = None
+        if self._n <= MAX_TABLE_TENSORS:
+            self._table = np.array([costs(j) for j in range(self._n + 1)])
+            self._costs = self._table.__getitem__
         self._steps: list[tuple[float, float, Partition]] = []  # from, to, the cheapest there
         self._impossible = -np.inf  # no partition is through by then
 
@@ -38,7 +43,7 @@ class CurveSolver:
         finish = np.zeros(self._n + 1)
         previous = np.zeros(self._n + 1, dtype=np.int64)
         for j in range(1, self._n + 1):
-            ends = np.maximum(finish[:j], self._r[j]) + self._speed * self._table[j, :j]
+            ends = np.maximum(finish[:j], self._r[j]) + self._speed * self._costs(j)[:j]
             previous[j] = ends.argmin()
             finish[j] = ends[previous[j]]
         return finish, previous
@@ -86,7 +91,7 @@ class CurveSolver:
         for j in range(self._n, 0, -1):
             if busy[j] > latest_busy[j]:
                 continue
-            through = self._table[j, :j] + busy[j]
+            through = self._costs(j)[:j] + busy[j]
             better = through < busy[:j]
             better &= through <= latest_busy[j]
             np.copyto(busy[:j], through, where=better)  # much faster than busy[:j][better] = ...
@@ -136,7 +141,9 @@ class CurveSolver:
         columns = np.arange(self._n + 1)
         step = max(CHUNK_ELEMENTS // (self._n + 1), 1)
         for js in (alive[at : at + step] for at in range(0, len(alive), step)):
-            through = self._table[js] + busy[js, None]
+            table = self._table
+            rows = np.stack([self._costs(j) for j in js]) if table is None else table[js]
+            through = rows + busy[js, None]
             through[through > latest_busy[js, None]] = np.inf
             first = through.argmin(axis=0)
             through_first = through[first, columns]
@@ -146,19 +153,24 @@ class CurveSolver:
         return least, following
 
 
-def _costs_of_runs(row: Row) -> Floats:
-    """Wall seconds of the run (i, j] in row j, column i; infinite if it crosses a segment."""
+def _costs_of_runs(row: Row) -> Callable[[int], Floats]:
+    """A function of j: wall seconds of the run (i, j] for every i; infinite across segments."""
     kinds = sorted(set(row.dtypes))
     members = np.array([[kind == dtype for dtype in row.dtypes] for kind in kinds])
     counts = np.cumsum(members, axis=1)
     sent = np.cumsum(members * np.array(row.sizes, dtype=np.float64), axis=1)
     counts, sent = (np.pad(sums, ((0, 0), (1, 0))) for sums in (counts, sent))
-    table = np.full((len(row.sizes) + 1,) * 2, np.inf)
-    for first, end, cost in row.pieces():
-        for j in range(first + 1, end + 1):
-            seconds = (
+    pieces = list(row.pieces())
+    ends = [end for _, end, _ in pieces]
+
+    def costs(j: int) -> Floats:
+        seconds = np.full(len(row.sizes) + 1, np.inf)
+        first, _, cost = pieces[bisect_left(ends, j)]
+        if first < j:
+            seconds[first:j] = sum(
                 cost.many(nbytes[j] - nbytes[first:j]) * (count[j] > count[first:j])
                 for count, nbytes in zip(counts, sent, strict=True)
             )
-            table[j, first:j] = sum(seconds)
-    return table
+        return seconds
+
+    return costs

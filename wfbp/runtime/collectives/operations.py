@@ -68,6 +68,18 @@ class Collectives:
     @signals.deferred
     def remove_set(self, number: int, let_go: Callable[[Runtime], None]) -> None:
         """Remove a process set, which ``let_go`` stops using; collective over all ranks."""
+        self._check_idle(number)
+        lane = self.lanes.get(number)
+        if lane is not None:
+            let_go(lane.runtime)
+            self._check_idle(number)
+        check_consistent(self._runtime, "remove_process_set", str(list(self.sets[number])))
+        del self.sets[number]
+        if lane is not None:  # an idle lane is not served
+            del self.lanes[number]
+            lane.runtime.close(lane.close)
+
+    def _check_idle(self, number: int) -> None:
         with self._lock:
             pending = sorted(name for owner, name in self._names if owner == number)
         if pending:
@@ -75,14 +87,6 @@ class Collectives:
                 f"operations of process set {number} are pending: {', '.join(pending[:5])}. "
                 "synchronize() them before remove_process_set()"
             )
-        lane = self.lanes.get(number)
-        if lane is not None:
-            let_go(lane.runtime)
-        check_consistent(self._runtime, "remove_process_set", str(list(self.sets[number])))
-        del self.sets[number]
-        if lane is not None:  # an idle lane is not served
-            del self.lanes[number]
-            lane.runtime.close(lane.close)
 
     def _make_set(self, ranks: tuple[int, ...]) -> int:
         number = next(self._set_numbers)

@@ -129,6 +129,9 @@ class ProcessGroup(dist.ProcessGroup):
         )
         return made
 
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # operations are numbered anyway
+
     def shutdown(self) -> None:
         if self._runtime.thread.error is None:
             self._runtime.thread.call(
@@ -172,12 +175,12 @@ class ProcessGroup(dist.ProcessGroup):
             work = GroupWork(thread, self._timeout.total_seconds())
             for part in works:
                 work.include(part)
-            work.complete()
         if self._coalesced is not None:
             self._coalesced.include(work)
-        thread.post(
-            partial(self.lane.submit, works), wakes
-        )  # else the caller waits, and will do it
+        if len(works) != 1:  # after it was included, for there may be none
+            work.complete()
+        # If it does not wake the thread, the caller waits, and will do it.
+        thread.post(partial(self.lane.submit, works), wakes)
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -234,6 +237,8 @@ class ProcessGroup(dist.ProcessGroup):
             timeout = timedelta(seconds=timeout)
         limit_s = (self._timeout if timeout is None else timeout).total_seconds()
         rank, limit_ms, end_s = self.rank(), int(limit_s * 1000), time.monotonic() + limit_s
+        if limit_s <= 0:
+            raise StallError(f"Rank {rank} timed out in monitoredBarrier after {limit_ms} ms")
         self._num_monitored += 1
         barrier = f"monitored barrier {self._num_monitored}"
         if rank:
@@ -247,10 +252,15 @@ class ProcessGroup(dist.ProcessGroup):
                 missing.append(peer)
                 if not wait_all_ranks:
                     break
+        if missing and rank:
+            raise StallError(
+                f"Rank {rank} waited {limit_ms} ms in monitoredBarrier for rank 0, which names the "
+                "ranks that did not call it"
+            )
         if missing:
             raise StallError(
                 f"{name_ranks(missing).capitalize()} failed to pass monitoredBarrier in {limit_ms} "
-                "ms; every rank of the group must call it, and rank 0 names those that did not"
+                "ms; every rank of the group must call it"
             )
         if not rank:
             self._store.set(f"{barrier}, rank 0", "")

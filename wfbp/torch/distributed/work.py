@@ -117,9 +117,7 @@ class GroupWork(TorchWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None and timeout > timedelta(0):
-            limit_s = time.monotonic() + timeout.total_seconds()
-            for work in (self, *self._parts):
-                work.deadline_s = min(work.deadline_s, limit_s)
+            self._end_by(time.monotonic() + timeout.total_seconds())
         reply: Reply[None] = Reply()
         with self._lock:
             must_wait = not self._is_completed
@@ -130,6 +128,11 @@ class GroupWork(TorchWork):
         if self._error is not None:
             raise self._error
         return True
+
+    def _end_by(self, limit_s: float) -> None:
+        self.deadline_s = min(self.deadline_s, limit_s)
+        for part in self._parts:
+            part._end_by(limit_s)
 
     def synchronize(self) -> None:
         self.wait()
@@ -146,7 +149,7 @@ class GroupWork(TorchWork):
         return self._error
 
     def result(self) -> list[Tensor]:
-        return [tensor for work in (self, *self._parts) for tensor in work.results]
+        return [*self.results, *(tensor for part in self._parts for tensor in part.result())]
 
     def source_rank(self) -> int:
         return self.source_number

@@ -437,6 +437,20 @@ def changed_right_after_a_step() -> None:
             each.scale *= 0.5
         RATES["all"] = 100.0
     equal(model, reference)
+    # A rate computed from another tensor, which cannot be copied as it is.
+    model, reference = pair()
+    base = torch.tensor(0.01, requires_grad=True)
+    optimizer = wfbp.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=base * 1.0), optimizer_sharding=False
+    )
+    plain = torch.optim.Adam(reference.parameters(), lr=base * 1.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+    equal(model, reference)
     # State that a program has kept: once it has looked at any, no update waits for a parameter to
     # be used. (The second one, because hybrids of these tests decouple every other one.)
     model, reference = pair()

@@ -258,6 +258,13 @@ def reduce_scatters(rank: int, size: int) -> None:
         last = dist.broadcast(whole, size - 1, async_op=True)
     assert last.is_completed()
     outputs = [torch.empty(size * n) for n in (3, 5)]
+    group = dist.group.WORLD
+    for several in ([], [torch.ones(2), torch.ones(3)]):  # none, or several in one call
+        group._start_coalescing(torch.device("cpu"))
+        group.allreduce_coalesced(several)
+        work = group._end_coalescing(torch.device("cpu"))
+        work.wait()
+        assert [t.tolist() for t in work.result()] == [[size] * len(t) for t in several]
     with dist._coalescing_manager(async_ops=True) as manager:
         for output, tensor in zip(outputs, tensors, strict=True):
             dist.all_gather_single(output, tensor * (rank + 1))
