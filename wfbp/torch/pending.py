@@ -72,8 +72,8 @@ def _await_param(param: torch.Tensor) -> None:
 
 
 def await_all(stop: str = "", of_any: bool = False) -> None:
-    """Wait until nothing is pending; ``stop``: why nothing may be pending from now on. Parameters
-    whose update has failed raise, unless those of any model are waited for."""
+    """Wait until nothing is pending; ``stop``: why nothing may be pending from now on. ``of_any``:
+    whatever the model, so parameters whose update has failed are left out instead of raising."""
     for pending in {owner for owner, _ in list(under_way.values())}:
         if stop:
             pending.stop(stop)

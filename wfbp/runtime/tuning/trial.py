@@ -66,7 +66,7 @@ class Trial:
             kept = order[:num_kept] + [p for p in order[num_kept:] if p is self._simplest]
         else:
             kept = [plan for plan in order if not self._loses(plan, order[0])]
-        kept = kept[: self._steps_left // self._visit_steps]
+        kept = kept[: max(self._steps_left // self._visit_steps, 0)]
         if len(kept) < 2:
             return self._winner(order)
         self.plans = [plan for plan in reversed(self.plans) if plan in kept]
