@@ -125,7 +125,8 @@ def _compared(request: Request) -> dict[str, Any]:
     """The values that must be equal on all ranks, the most general first."""
     by_rows = request.kind in (Kind.ALLGATHER, Kind.ALLTOALL)
     return {
-        "the operation": request.called or request.kind.value,
+        "the call": request.called,
+        "the operation": request.kind.value,
         "the element type": request.dtype,
         **({"all dimensions but the first": request.shape[1:]} if by_rows else {}),
         **({} if by_rows else {"shape": request.shape}),

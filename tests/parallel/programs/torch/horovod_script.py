@@ -94,9 +94,18 @@ assert optimizer._parameter_names == {weight: "weight"}
 assert isinstance(optimizer, _DistributedOptimizer)
 assert not isinstance(torch.optim.SGD([weight], lr=1.0), _DistributedOptimizer)
 try:
+
+    class _Own(_DistributedOptimizer):
+        pass
+
+except TypeError as error:
+    assert "derive from the optimizer's own class" in str(error)  # noqa: PT017
+else:
+    raise AssertionError("a class of Horovod's optimizers")
+try:
     _DistributedOptimizer([weight])
 except TypeError as error:
-    assert "DistributedOptimizerBase" in str(error)  # noqa: PT017
+    assert "call DistributedOptimizer(optimizer)" in str(error)  # noqa: PT017
 else:
     raise AssertionError("an optimizer without an original")
 for passes in (2, 1):
