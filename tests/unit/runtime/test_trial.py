@@ -82,6 +82,18 @@ def test_the_simplest_plan_wins_unless_another_is_faster_by_more_than_the_noise(
     assert run([COARSE, FINE], measure, lambda plan: 1.0)[0] is COARSE
 
 
+def test_a_plan_within_the_margin_stays_though_it_is_slower_in_every_round() -> None:
+    """Two others, each faster than the other in every second round, keep the trial going."""
+
+    def measure(plan: Plan, number: int) -> float:
+        return {COARSE: 1.01, FINE: 1.0}.get(plan, 0.999 + 0.002 * (number % 2))
+
+    winner, rounds = run([COARSE, MIDDLE, FINE], measure, lambda plan: 1.0)
+    assert all(COARSE in plans for plans in rounds)
+    assert len(rounds) > 4
+    assert winner is COARSE
+
+
 def test_rounds_alternate_in_their_order() -> None:
     _, rounds = chosen({COARSE: 1.0, MIDDLE: 1.0, FINE: 1.0})
     assert rounds[:2] == [[COARSE, MIDDLE, FINE], [FINE, MIDDLE, COARSE]]
