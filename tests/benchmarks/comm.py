@@ -178,7 +178,7 @@ class Stream:
 def measure_streams(
     backend: Backend, bits_per_s: float, num_rounds: int, nap_s: float | None = None
 ) -> Iterator[Stream]:
-    """Time streams in turns; between two hosts each byte crosses once each way.
+    """Time streams alternately; between two hosts each byte crosses once each way.
 
     Args:
         backend: spoken to by this thread only.

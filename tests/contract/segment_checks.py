@@ -1,4 +1,4 @@
-"""What every backend does with segments: parts of a buffer whose data lie elsewhere."""
+"""Segments, the parts of a buffer with data in other memory, as every backend handles them."""
 
 from __future__ import annotations
 

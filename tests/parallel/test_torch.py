@@ -1,4 +1,4 @@
-"""What PyTorch programs do, while plans stay, while they change, and where they decouple.
+"""PyTorch programs under a fixed plan, under changing plans, and under decoupled ones.
 
 On two ranks gradients are reduced whole, by messages that leave during backward; or plans change at
 every step or two; or one decouples every tensor. On three, every other tensor is decoupled.

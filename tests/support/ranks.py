@@ -1,4 +1,4 @@
-"""Ranks as threads, each with a runtime of its own."""
+"""Ranks as threads, each with its own runtime."""
 
 from __future__ import annotations
 

@@ -152,12 +152,21 @@ def between(arrays: Arrays, start: int, stop: int) -> list[Buffer]:
     starts, buffers = arrays
     if len(starts) == 1:
         return [buffers[0][start:stop]] if start < stop else []
+    return [piece for piece, _ in pieces_of(arrays, start, stop)]
+
+
+def pieces_of(
+    arrays: Arrays, start: int, stop: int, elsewhere: bool = False
+) -> list[tuple[Buffer, int]]:
+    """The pieces of elements ``start`` to ``stop``, and the first element of each; perhaps only
+    those in segments, which are every second array."""
+    starts, buffers = arrays
     pieces = []
     for k in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
-        first = starts[k]
-        piece = buffers[k][max(start - first, 0) : stop - first]
-        if piece.size:
-            pieces.append(piece)
+        if k % 2 or not elsewhere:
+            piece = buffers[k][max(start - starts[k], 0) : stop - starts[k]]
+            if piece.size:
+                pieces.append((piece, max(start, starts[k])))
     return pieces
 
 

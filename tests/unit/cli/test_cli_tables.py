@@ -29,7 +29,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def shown(terminal: Terminal, *arguments: object) -> str:
-    """What a command prints there."""
+    """The output of a command there."""
     with contextlib.redirect_stdout(terminal), pytest.raises(SystemExit) as leaving:
         main([str(a) for a in arguments])
     assert leaving.value.code == 0

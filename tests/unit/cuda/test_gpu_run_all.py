@@ -41,7 +41,7 @@ def test_verdicts(code: str, all_run: bool, verdict: str, tmp_path: Path) -> Non
 
 
 def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    """Also those in sessions of their own, as ranks of tests are; what was printed is kept."""
+    """Also children in other sessions, like the ranks of tests; their output is kept."""
     code = (
         "import subprocess, sys\n"
         "sleep = 'import time; time.sleep(100)'\n"

@@ -185,7 +185,7 @@ def test_operations_of_a_sequence_match_whatever_they_are() -> None:
 def test_an_answer_on_its_way_is_moved_on_when_the_operation_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank that goes on to compute has to send what the others wait for."""
+    """A rank that computes must still send the data that other ranks wait for."""
     is_sending = threading.Event()
     is_sending.set()
     monkeypatch.setattr(Mailbox, "sending", property(lambda _: is_sending.is_set()))

@@ -1,4 +1,4 @@
-"""What the training thread notes and posts, one event after another, without other ranks."""
+"""Events that the training thread notes and posts, one after another, without other ranks."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_shards_that_are_cast_are_gathered_from_where_they_were_reduced(gather_d
 
 @pytest.mark.parametrize("gather_dtype", ["", "float16"])
 def test_whole_gradients_may_change_while_they_are_gathered(gather_dtype: str) -> None:
-    """They are the program's, which may zero them behind step()."""
+    """They are the program's, which may zero them after step()."""
     reducer = make_reducer(GATHERED, gather_dtype)
     start, stop = shard_range(SPECS[0], 1, 2)
     gradient = np.full(SPECS[0].nbytes, 7, np.uint8)

@@ -221,7 +221,7 @@ def test_auto_tries_several_and_installs_the_fastest() -> None:
 
 
 def test_auto_tries_plans_for_interference_and_learns_how_much_there_is() -> None:
-    """Where the channel slows computation down, planners that expect it do better."""
+    """Planners that expect communication to slow computation down do better if it does."""
     costs = Costs(PiecewiseCost(((4.0, 0.02), (32000.0, 0.3))))
     kappa = 1.0
 

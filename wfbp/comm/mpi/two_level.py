@@ -15,7 +15,6 @@ Flags order the data only if processors see stores in order (``shm_memory.ORDERE
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import HALF, Arrays, Buffer, Segment, as_arrays, reduction, split
+from wfbp.comm.arrays import HALF, Arrays, Buffer, Segment, as_arrays, pieces_of, reduction, split
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
@@ -258,19 +257,6 @@ class TwoLevelTask(FlaggedTask):
             block = self._block(place, owner) if targets else self._data
             for piece, at in targets:
                 copy(piece, block[at - start : at - start + piece.size])
-
-
-def pieces_of(arrays: Arrays, start: int, stop: int, elsewhere: bool) -> list[tuple[Buffer, int]]:
-    """The pieces of elements ``start`` to ``stop``, and the first element of each; perhaps only
-    those in segments, which are every second array."""
-    starts, buffers = arrays
-    pieces = []
-    for k in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
-        if k % 2 or not elsewhere:
-            piece = buffers[k][max(start - starts[k], 0) : stop - starts[k]]
-            if piece.size:
-                pieces.append((piece, max(start, starts[k])))
-    return pieces
 
 
 class TwoLevel:
