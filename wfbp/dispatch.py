@@ -82,7 +82,7 @@ def perform(form: Form, value: Any, **options: Any) -> Any:
             operand = operand_of(array, form.in_place, label if form.grouped else "array")
             return operands.make_operation(form.kind, operand, member, **options)
 
-        return operands.perform(form, value, name, make)
+        return operands.submit_form(form, value, name, make)
     if adapter.__name__ == "wfbp.torch":
         return getattr(adapter.collectives, form.name)(value, **options)
     act = getattr(adapter, form.name, None)

@@ -48,7 +48,7 @@ class Memory:
     """Whether copies wait for earlier work, as on a stream: copy results before starting more."""
     polls = False
     """Whether the lane has more to look for than the backend's works."""
-    flags_beside = False
+    sends_flags_separately = False
     """Whether flags travel beside messages, which the host cannot read without waiting."""
     # By then the next steps' work is enqueued, so that the device does not become idle.
     lag_steps = 0
@@ -59,13 +59,13 @@ class Memory:
     # The clock itself, as there is nothing to order: these are called for every group.
     now: Callable[[], Stamp] = staticmethod(perf_counter)
     """The present moment in the training thread's work."""
-    produced: Callable[[], Stamp] = staticmethod(perf_counter)
+    stamp_gradient: Callable[[], Stamp] = staticmethod(perf_counter)
     """The same; called when a gradient has just appeared."""
     join: Callable[[], Stamp] = staticmethod(perf_counter)
     """Order the training thread's later work after the lane's results."""
-    packed: Callable[[], Stamp] = staticmethod(perf_counter)
+    end_packing: Callable[[], Stamp] = staticmethod(perf_counter)
     """Order the next message after what the lane has packed so far."""
-    ended: Callable[[], Stamp] = staticmethod(perf_counter)
+    end_group: Callable[[], Stamp] = staticmethod(perf_counter)
     """The moment at which a group ends in the lane's work; monitored until then."""
 
     def __init__(self, backend: Backend, zero_copy_min_bytes: int | None = None) -> None:
@@ -113,13 +113,13 @@ class Memory:
     def settle(self) -> None:
         """Order memory allocated from now on after training and the lane, its possible users."""
 
-    def order(self, dependencies: Dependencies, behind_messages: bool = False) -> Stamp:
+    def begin_packing(self, dependencies: Dependencies, behind_messages: bool = False) -> Stamp:
         """Order later packing after ``dependencies``; ``behind_messages``: also after all that the
         lane has sent, because buffers are reused."""
         return perf_counter()
 
     def with_flags(self, work: Work[None], flags: Buffer) -> Work[None]:
-        """Send flags beside a message; see :attr:`flags_beside`."""
+        """Send flags beside a message; see :attr:`sends_flags_separately`."""
         raise NotImplementedError
 
     def deliver(self, table: SlotTable) -> None:
@@ -147,7 +147,7 @@ class Memory:
     def begin(self, profiling: bool) -> None:
         """Begin a step; ``profiling`` requests timestamps of gradients."""
 
-    def gradients(self) -> Dependencies:
+    def gradient_dependencies(self) -> Dependencies:
         """Dependencies that cover all gradients of the step so far."""
         return ()
 
@@ -155,7 +155,7 @@ class Memory:
         """Close the step: its timestamp, and dependencies covering all training work so far."""
         return perf_counter(), ()
 
-    def updates(self) -> Dependencies:
+    def update_dependencies(self) -> Dependencies:
         """Dependencies that cover the calling thread's work so far."""
         return ()
 

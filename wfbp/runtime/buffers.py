@@ -67,8 +67,8 @@ class GroupBuffer:
         # The last group of backward carries the step's flags, so no step needs to negotiate.
         self._flagged = list(members) if group == plan.num_backward - 1 else []
         num_flags = len(members) + NUM_STEP_FLAGS if self._flagged else 0
-        in_message = 0 if memory.flags_beside else num_flags
-        self._flags_beside = np.zeros(num_flags - in_message, np.uint8)
+        in_message = 0 if memory.sends_flags_separately else num_flags
+        self._separate_flags = np.zeros(num_flags - in_message, np.uint8)
         self._block_bytes = aligned(self._tail + in_message * item_bytes(self.dtype))
         self._counts = [self._block_bytes] * size
         self.nbytes = self._block_bytes * size
@@ -150,7 +150,7 @@ class GroupBuffer:
 
     def view(self, position: int) -> BufferView:
         """The same with its address, for the training thread."""
-        return BufferView(self.result(position), self._results.places[position], self.whole)
+        return BufferView(self.result(position), self._results.addresses[position], self.whole)
 
     def pack(self, step: Step | Gather) -> None:
         """Copy the tensors at ``step.sources`` into the message; zeros for absent ones."""
@@ -167,9 +167,9 @@ class GroupBuffer:
         assert isinstance(step, Step)
         flags = [1 if step.sources[k] else 0 for k in self._flagged]
         flags += [step.requested, step.whole, step.discards]
-        flags += step_flags(step.number % STEP_CYCLE, step.place)
-        if self._flags_beside.size:
-            self._flags_beside[:] = flags
+        flags += step_flags(step.number % STEP_CYCLE, step.closing_call)
+        if self._separate_flags.size:
+            self._separate_flags[:] = flags
             return
         values = np.array(flags, np.uint16)
         if self.dtype == "bfloat16":
@@ -205,7 +205,7 @@ class GroupBuffer:
             # backend would not read it afterwards.
             if sources[position] and (message.copies_segments or owner is not None):
                 data = _memory_at(sources[position], nbytes, owner)
-                sources[position] = message.places[position]  # nothing is copied
+                sources[position] = message.addresses[position]  # nothing is copied
             else:
                 data = self.result(position)
             if message.copies_segments and step.targets and step.targets[k]:
@@ -225,13 +225,13 @@ class GroupBuffer:
             work = memory.backend.all_gather(data, self._counts, segments)
         else:
             work = memory.backend.reduce_scatter(data, self._counts, self.dtype, self._op, segments)
-        return memory.with_flags(work, self._flags_beside) if self._flags_beside.size else work
+        return memory.with_flags(work, self._separate_flags) if self._separate_flags.size else work
 
     def arrived(self) -> None:
         """Cast results back, if they were cast."""
         if self._casts and not self._is_gather:
             message = self._message
-            message.unpacking.point_at(self._results.places)
+            message.unpacking.point_at(self._results.addresses)
             message.unpacking.table.unpack()
 
     def deliver(self, step: Step | Gather) -> None:
@@ -249,23 +249,29 @@ class GroupBuffer:
 
     def read_flags(self, step: Step) -> StepResult:
         """All ranks' flags of the step, for a rank that is at this step."""
-        reduced = self._flags_beside
+        reduced = self._separate_flags
         if not reduced.size:
             reduced = self._message.tails[self._own if len(self._message.tails) > 1 else 0]
         # Also if they were divided, and as bits of bfloat16: more than 0 is yes.
         flags: list[bool] = (reduced > 0).tolist()
         requested, whole, discarded, *steps = flags[len(self._flagged) :]
-        numbers, places = steps[: 2 * _STEP_BITS], steps[2 * _STEP_BITS :]
+        numbers, calls = steps[: 2 * _STEP_BITS], steps[2 * _STEP_BITS :]
         agree = tuple(numbers) == step_flags(step.number % STEP_CYCLE, None)[: 2 * _STEP_BITS]
-        agree = agree and not any(map(and_, places[::2], places[1::2]))
-        return StepResult(flags[: len(self._flagged)], requested, discarded, whole, agree)
+        agree = agree and not any(map(and_, calls[::2], calls[1::2]))
+        return StepResult(
+            present=flags[: len(self._flagged)],
+            requested=requested,
+            discarded=discarded,
+            whole=whole,
+            steps_agree=agree,
+        )
 
 
 _ONE_AS_BFLOAT16 = 0x3F80
 
 
 class _Storage:
-    """Memory of a message or its results: ``places`` of results, ``slots`` of nonempty ones."""
+    """Memory of a message or its results: ``addresses`` of results, ``slots`` of nonempty ones."""
 
     def __init__(
         self, memory: Memory, data: Buffer, offsets: Sequence[int], nbytes: Sequence[int]
@@ -273,8 +279,8 @@ class _Storage:
         self.data = data
         self.offsets = offsets
         address = memory.address(data)
-        self.places = [address + offset for offset in offsets]
-        self.slots = frozenset(p for p, n in zip(self.places, nbytes, strict=True) if n)
+        self.addresses = [address + offset for offset in offsets]
+        self.slots = frozenset(p for p, n in zip(self.addresses, nbytes, strict=True) if n)
         self.copies_segments = False
         self.packing: _PieceTable
         self.unpacking: _PieceTable
@@ -318,14 +324,14 @@ def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]
 
 
 @lru_cache(4 * STEP_CYCLE)
-def step_flags(number: int, place: int | None) -> tuple[bool, ...]:
+def step_flags(number: int, call: int | None) -> tuple[bool, ...]:
     """Per bit of both, whether it is set, and whether it is not: so a sum shows that ranks differ.
 
-    Without a place, all of its flags are False, which agrees with any.
+    Without a call, all of its flags are False, which agrees with any.
     """
     numbers = [bool(number >> k & 1) for k in range(_STEP_BITS)]
-    places = [] if place is None else [bool(place >> k & 1) for k in range(_STEP_BITS)]
-    flags = [flag for bit in (*numbers, *places) for flag in (bit, not bit)]
+    calls = [] if call is None else [bool(call >> k & 1) for k in range(_STEP_BITS)]
+    flags = [flag for bit in (*numbers, *calls) for flag in (bit, not bit)]
     return (*flags, *[False] * (4 * _STEP_BITS - len(flags)))
 
 

@@ -19,8 +19,8 @@ def num_threads() -> int:
 
 
 def advice(ranks: int, cores: int, threads: int) -> str:
-    """What is wrong if so many ranks, with so many threads each, use the same cores, and how to fix
-    it; empty if nothing is.
+    """A warning with its remedy if this many ranks, with this many threads each, share too few
+    cores; else empty.
 
     >>> advice(2, 4, 4)
     '2 ranks with 4 threads each use the same 4 cores, so threads wait for each other. Start with \

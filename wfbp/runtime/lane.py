@@ -104,9 +104,9 @@ class Lane:
         for buffer in buffers:
 
             def send(_: Backend, buffer: GroupBuffer = buffer) -> Work[None]:
-                memory.order(dependencies)
+                memory.begin_packing(dependencies)
                 buffer.pack(step)
-                memory.packed()
+                memory.end_packing()
                 return buffer.send()
 
             channel.call(send, "gradients outside of the plan")
@@ -134,7 +134,7 @@ class Lane:
                 self._complete(flight)
                 self._start_groups()
             else:  # a link should not wait for the copy
-                end = memory.ended()
+                end = memory.end_group()
                 self._start_groups()
                 self._complete(flight, end)
         for flight in list(self._in_flight)[1:]:
@@ -170,8 +170,8 @@ class Lane:
             self._dependencies[event.group] = event.dependencies
             sequencer.ready(event.group)
             return
-        # Announced groups need not wait for the end of backward, though the host has reached it:
-        # it runs ahead of a device.
+        # Groups posted before depend on their own gradients only. The host runs ahead of a device,
+        # where backward may still be computing.
         self._dependencies[sequencer.num_ready] = event.dependencies
         sequencer.close()
         self._closing = True
@@ -182,13 +182,13 @@ class Lane:
     def _start(self, group: int) -> None:
         memory, buffer = self._memory, self.buffers[group]
         first = group in (0, self._num_backward)
-        start = memory.order(self._dependencies.pop(group, ()), behind_messages=first)
+        start = memory.begin_packing(self._dependencies.pop(group, ()), behind_messages=first)
         if group < self._num_backward:
             buffer.pack(self._step)
         else:
             assert self._gather is not None
             buffer.pack(self._gather)
-        packed = memory.packed()
+        packed = memory.end_packing()
         work = buffer.send()
         self._in_flight.append(_InFlight(group, work, start, packed, time.monotonic()))
 
@@ -201,7 +201,7 @@ class Lane:
         else:
             assert self._gather is not None
             buffer.deliver(self._gather)
-        end = self._memory.ended() if end is None else end
+        end = self._memory.end_group() if end is None else end
         times = GroupTime(group, flight.start, flight.packed, end)
         if not backward:
             self.arrivals.put(times)

@@ -43,7 +43,7 @@ SAMPLED_STEPS = 16
 """With a chosen plan and no recorder, one step in this many is timed."""
 
 _PATIENCE_STEPS = 8
-"""Fewer gradients are expected after this many steps with fewer."""
+"""After this many steps in which a parameter got fewer gradients, fewer are expected."""
 
 
 class Reducer:
@@ -62,7 +62,7 @@ class Reducer:
     # The caller sets these before synchronize().
     sparse: Collection[int] = ()  # tensors with sparse gradients here, which the caller exchanges
     joined = False  # this rank has no more data, and takes part without gradients
-    place = 0  # which call closes steps, below 64: 0 for ``step()`` and ``synchronize()``
+    closing_call = 0  # which call closes steps, below 64: 0 for ``step()`` and ``synchronize()``
     evaluates = False  # this step is an evaluation of a closure
 
     # Of the last reduced step.
@@ -116,10 +116,10 @@ class Reducer:
         payloads = channel.exchange_if_different(mine, f"{name}: {what}", what)
         consistency.check_specs(self.who, payloads)
         with runtime.in_turn(channel, f"{name}: making a lane"):
-            backend, beside = runtime.lease(channel)
+            backend, control_backend = runtime.lease(channel)
             self.memory = memory = location(runtime, backend, channel.call)
         # Separate, because ranks may end the steps of several reducers in different orders.
-        self._channel = runtime.channel_on(beside)
+        self._channel = runtime.channel_on(control_backend)
         self._lane = lane = Lane(backend, memory, options)
         self._events, self._thread = lane.events, runtime.thread
         self.clock = StepClock(memory, len(specs))
@@ -172,7 +172,7 @@ class Reducer:
             return
         self._sources[index] = address
         self._owners[index] = owner
-        self._ready[index] = self.memory.produced() if time_s is None else time_s
+        self._ready[index] = self.memory.stamp_gradient() if time_s is None else time_s
         missing, group = self._missing, self._group_of[index]
         missing[group] = left = missing[group] - 1
         if not left and group == self._num_posted:
@@ -184,13 +184,13 @@ class Reducer:
         group = self._num_posted
         if group >= last:
             return
-        dependencies = self.memory.gradients()
+        dependencies = self.memory.gradient_dependencies()
         while group < last and not missing[group]:
             # After all writes to the step: the lane may read it from here on.
             self._events.append(GroupReady(step, group, dependencies))
             group += 1
         self._num_posted = group
-        if self._thread.sleeping:  # which it sets before it looks at the events for the last time
+        if self._thread.needs_wakeup:  # set before that thread's last look at the events
             self._thread.loop.wakeup.set()
 
     def _may_have_left(self, index: int) -> bool:
@@ -198,8 +198,8 @@ class Reducer:
         return 0 <= self._group_of[index] < self._num_posted
 
     def _mark_grown(self, index: int, address: int, owner: object) -> None:
-        """A gradient grew after its tensor was ready: it is sent as it is now."""
-        self._ready[index] = self.memory.produced()
+        """A gradient grew after its tensor was ready: send it as it is now, or in the round."""
+        self._ready[index] = self.memory.stamp_gradient()
         if self._may_have_left(index):
             self._unplanned[index] = (address, owner)
         else:
@@ -242,7 +242,7 @@ class Reducer:
             step.targets = [0 if k in self._unplanned else a for k, a in enumerate(targets)]
         step.whole = whole and self.decoupled
         step.requested = bool(self._unplanned or tuner.wants_round or self.sparse or self.joined)
-        step.place = None if self.joined else self.place
+        step.closing_call = None if self.joined else self.closing_call
         result = self._close_step(dependencies)
         if self._newly_installed:
             # First step by the final plan: memory of earlier plans is free now.
@@ -380,7 +380,7 @@ class Reducer:
             # no gradients to discard, and arrive later. Gradients without event take part, so that
             # no result overwrites them: the next step may add to them.
             step = self._step
-            step.discards, step.place = True, None
+            step.discards, step.closing_call = True, None
             _, dependencies = self._take_up_rest()
             self._events.append(Close(step, dependencies))
             # Its gradients may be read until its messages have arrived. Until then the lane reads
@@ -423,10 +423,10 @@ class Reducer:
         self._members = members[:num_backward]
         with self._arrival_lock:  # another thread may ask meanwhile
             self.gather_groups = members[num_backward:]
-            self._gather_of = _places(self.gather_groups, count)
+            self._gather_of = _group_of_each(self.gather_groups, count)
             self._num_arrived = len(self.gather_groups)
         self._num_early = num_backward - 1 if plan.overlap else 0
-        self._group_of = _places(self._members, count)
+        self._group_of = _group_of_each(self._members, count)
         self._dormant = [k for k, group in enumerate(self._group_of) if group < 0]
         # The last entry is for dormant tensors, of group -1, and never reaches 0.
         self._sizes = [*map(len, self._members), sys.maxsize]
@@ -528,13 +528,13 @@ class Reducer:
         self._num_arrived = 0
         sources = addresses if sources is None else sources
         kept = [owners] * len(self.specs)
-        self._gather = Gather(addresses, sources, kept, count, self.memory.updates())
+        self._gather = Gather(addresses, sources, kept, count, self.memory.update_dependencies())
         self._post_gather(self._gather)
 
     def gather_rest(self) -> None:
         """Send the groups that :meth:`gather` held back."""
         if self._gather is not None:
-            rest = replace(self._gather, count=None, dependencies=self.memory.updates())
+            rest = replace(self._gather, count=None, dependencies=self.memory.update_dependencies())
             self._post_gather(rest)
 
     def _post_gather(self, event: Gather) -> None:
@@ -626,10 +626,10 @@ class Reducer:
         self._gathered = [None] * len(self.specs)
 
 
-def _places(groups: Sequence[Sequence[int]], count: int) -> list[int]:
+def _group_of_each(groups: Sequence[Sequence[int]], count: int) -> list[int]:
     """By tensor, the group that it is in; -1 for none."""
-    places = [-1] * count
+    group_of = [-1] * count
     for group, members in enumerate(groups):
         for index in members:
-            places[index] = group
-    return places
+            group_of[index] = group
+    return group_of

@@ -20,7 +20,7 @@ from typing import Any
 
 # Terminal and mpirun may both deliver one key press as SIGINT.
 PATIENCE_S = 1.0
-"""Age of an overdue signal, and minimum age of the first SIGINT for the second to act at once."""
+"""After this time a deferred signal is overdue, and a second SIGINT acts at once."""
 
 _NUMBERS = sorted(
     int(number)

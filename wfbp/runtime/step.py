@@ -26,7 +26,7 @@ class Step:
     discards: bool = False
     whole: bool = False  # whether this rank needs whole gradients
     targets: Sequence[int] = ()  # copies of all-reduced gradients, from the close on; 0: none
-    place: int | None = 0  # which call closes the step, below 64; None if this rank cannot know
+    closing_call: int | None = 0  # which call closes it, below 64; None if this rank cannot know
 
 
 class GroupReady(NamedTuple):

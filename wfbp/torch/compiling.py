@@ -5,7 +5,7 @@ operation whose gradients and hooks all come at its end, so nothing could overla
 for DistributedDataParallel (``torch._dynamo``'s DDPOptimizer) cuts the graph of forward into pieces
 by the size of their parameters. Each piece has its own backward. The same cuts serve here, and
 need not know the groups: the times at which gradients appear are measured, and groups planned from
-them.
+them. (What compiled models do to plans that decouple: see ``pending``.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Compiled]
 
 PIECE_BYTES = 25 * 2**20
 _FIRST_PIECE_BYTES = 2**20
-"""As DDP has it: backward's first gradients go early."""
+"""Small, as in DDP, so that backward's first gradients leave early."""
 
 
 def compile_backend(inner: str | Backend = "inductor", piece_bytes: int = PIECE_BYTES) -> Backend:

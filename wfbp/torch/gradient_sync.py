@@ -103,7 +103,7 @@ class GradientGuard:
                 cleared.append(index)
             elif grad is not old:
                 self.refuse(index, "replaced")
-            elif grad._version != version and not (address and self._is_counted_beside(grad)):
+            elif grad._version != version and not (address and self._is_counted_elsewhere(grad)):
                 self.refuse(index, "changed in place")
             elif address and grad.data_ptr() != address:
                 self.refuse(index, "moved to other memory")
@@ -120,7 +120,7 @@ class GradientGuard:
         self._num_steps += 1
         self._choose()
 
-    def _is_counted_beside(self, grad: torch.Tensor) -> bool:
+    def _is_counted_elsewhere(self, grad: torch.Tensor) -> bool:
         """Whether another gradient's hook has counted all changes of memory that both share."""
         memory = grad.untyped_storage().data_ptr()
         return any(
@@ -207,7 +207,7 @@ class OptimizerSync:
             if (other := owners.get(id(param))) is not None and other is not previous:
                 other.hand_over(parameter_name)
         self.successor = ""
-        """What another optimizer has taken over, if any."""
+        """The part of this optimizer that another one has taken over, if any."""
         self._sparse: dict[int, torch.Tensor] = {}
         self._local = local
         self._unsent: set[int] = set()  # parameters with gradients of such passes
@@ -409,7 +409,7 @@ class OptimizerSync:
 
     def reduce(self, whole: bool = False) -> None:
         """Close the step and wait for averages, whole ones if any rank needs these."""
-        if self.reducer.decoupled:
+        if self.reducer.decoupled:  # what the previous step gathers must have arrived
             self.update.pending.wait_all()
         reduced = self._close(whole)
         self.held = None
@@ -418,15 +418,15 @@ class OptimizerSync:
             if slot is not None and not slot.whole:
                 self.held = reduced
 
-    def synchronize(self, place: int = 0) -> bool:
+    def synchronize(self, closing_call: int = 0) -> bool:
         """Have whole averages and parameters; whether any rank had a gradient."""
         self.update.flush()
         if self.held is None:
-            self.reducer.place = place
+            self.reducer.closing_call = closing_call
             try:
                 whole = self._close(whole=True)
             finally:
-                self.reducer.place = 0
+                self.reducer.closing_call = 0
         else:
             self.check_no_new_gradients()
             if self._is_clipped:

@@ -112,7 +112,7 @@ def perform(
         operation.finish = connected
         return operation
 
-    return operands.perform(form, tensors, name, make)
+    return operands.submit_form(form, tensors, name, make)
 
 
 def _gradient(

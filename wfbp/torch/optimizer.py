@@ -26,7 +26,7 @@ from wfbp.torch.exchanges import combined_loss
 from wfbp.torch.gradient_sync import OptimizerSync
 from wfbp.torch.original import check_params, named_params, take_place, wrapped_of
 
-_NUM_PLACES = 62
+_NUM_CALLS = 62
 """Names of methods are told apart modulo this, where ranks compare which call ends a step."""
 
 
@@ -205,9 +205,9 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             sync.update.make_whole()
             if sync.open:
                 # A rank without gradients continues, and would meet this step in its next call.
-                place = 1 + zlib.crc32(method.__name__.encode()) % _NUM_PLACES
+                closing_call = 1 + zlib.crc32(method.__name__.encode()) % _NUM_CALLS
                 try:
-                    sync.synchronize(place)
+                    sync.synchronize(closing_call)
                 except StallError as error:
                     raise StallError(
                         f"{error} This rank called {method.__name__}(), which averages its new "
@@ -397,7 +397,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             try:
                 if sync is not None:
                     if sync.open:  # an optimizer may use them before it calls the closure
-                        sync.synchronize(place=_NUM_PLACES + 1)
+                        sync.synchronize(closing_call=_NUM_CALLS + 1)
                     sync.prepare_whole()
                 return self._wfbp_bare["step"](lambda: self._wfbp_evaluate(closure))
             finally:

@@ -164,8 +164,8 @@ class PendingParameters:
     def begin(
         self, indices: Sequence[int], groups: Sequence[Sequence[int]], addresses: Sequence[int]
     ) -> None:
-        """Let these parameters be pending, of whose memory the caller keeps one more tensor each;
-        ``groups`` arrive together, in this order, and ``addresses`` are those of all."""
+        """Make these parameters pending. The tensors of a group arrive together, groups in order;
+        ``addresses`` are those of all parameters. The caller keeps one alias of each."""
         with self._lock:
             self._thread = threading.get_ident()
             if (layout := (list(addresses), list(indices))) != self._layout:

@@ -161,7 +161,7 @@ def test_calls_that_end_a_step_are_compared(
     buffers = buffers_of(plan_of([3], dtype), len(places), Op.AVERAGE)
     steps = [step_of([None], number=3) for _ in places]
     for buffer, step, place in zip(buffers, steps, places, strict=True):
-        step.place = place
+        step.closing_call = place
         buffer.pack(step)
     travel(buffers)
     found = [b.read_flags(step).steps_agree for b, step in zip(buffers, steps, strict=True)]

@@ -119,5 +119,5 @@ def test_a_group_waits_for_what_its_event_brought_and_not_for_the_end_of_the_ste
     step = step_of(0, 4)
     lane.events.extend([GroupReady(step, 0, ["gradient"]), Close(step, ["end"])])
     lane.advance()
-    calls = [call.args[0] for call in memory.order.call_args_list]
+    calls = [call.args[0] for call in memory.begin_packing.call_args_list]
     assert calls == [["gradient"], ["end"]]

@@ -40,7 +40,7 @@ def make_reducer(plan: Plan, wire_dtype: str = "") -> Any:
     """The reducer of rank 1 of 2, whose events nobody reads."""
     runtime = MagicMock(rank=1, size=2, where="rank 1", config=Config(), timeline=None)
     runtime.channel.exchange.side_effect = lambda payload, *_: [payload] * 2
-    runtime.thread.sleeping = False
+    runtime.thread.needs_wakeup = False
     backend = LocalWorld(2).backend(1)
     runtime.lease.return_value = backend, backend
     runtime.memory.return_value = Memory(backend, 1 << 20)

@@ -520,14 +520,14 @@ def test_events_wake_a_thread_that_stood_by_while_there_was_no_room(
     thread, lane, work = make(), StubLane(), Slow()
     lane.has_room = False
     thread.post(lambda: thread.loop.add_lane(lane))
-    until(lambda: lane.turns and not thread.sleeping)
+    until(lambda: lane.turns and not thread.needs_wakeup)
     caller, _ = in_thread(lambda: thread.call(lambda: work, "slow"))
     until(lambda: thread._standing_by)
-    assert not thread.sleeping
+    assert not thread.needs_wakeup
     lane.has_room = True  # the caller has moved it on
     work.go.set()
     caller.join(60)
-    until(lambda: thread.sleeping)
+    until(lambda: thread.needs_wakeup)
 
 
 def test_events_wake_a_thread_that_napped_while_room_was_made(
@@ -540,9 +540,9 @@ def test_events_wake_a_thread_that_napped_while_room_was_made(
     lane.polls = False
     monkeypatch.setattr(thread.loop._backend, "may_progress", lambda: False)
     thread.post(lambda: thread.loop.add_lane(lane))
-    until(lambda: lane.turns and not thread.sleeping)
+    until(lambda: lane.turns and not thread.needs_wakeup)
     lane.has_room = True
-    until(lambda: thread.sleeping)
+    until(lambda: thread.needs_wakeup)
 
 
 def test_who_waits_behind_a_driver_is_served_when_that_leaves(

@@ -36,7 +36,7 @@ class DeviceMemory(Memory):
     backend: DeviceBackend
     copies_in_order = True
     polls = True
-    flags_beside = True
+    sends_flags_separately = True
     lag_steps = 2
 
     def __init__(self, backend: DeviceBackend, host: Backend, check: Callable[[], None]) -> None:
@@ -88,7 +88,7 @@ class DeviceMemory(Memory):
         for stream in (self._home, self._stream):
             device.wait(self._packing, device.record(stream))
 
-    def order(self, dependencies: Dependencies, behind_messages: bool = False) -> Stamp:
+    def begin_packing(self, dependencies: Dependencies, behind_messages: bool = False) -> Stamp:
         if behind_messages:
             self._device.wait(self._packing, self._device.record(self._stream))
         for event in dependencies:
@@ -98,12 +98,12 @@ class DeviceMemory(Memory):
     def _packing_stamp(self) -> Stamp:
         return self._device.record(self._packing, timed=True) if self.timing else 0.0
 
-    def packed(self) -> Stamp:
+    def end_packing(self) -> Stamp:
         stamp = self._packing_stamp()
         self.backend.follow_packing()
         return stamp
 
-    def ended(self) -> Stamp:
+    def end_group(self) -> Stamp:
         end = self._device.record(self._stream, timed=self.timing)
         self._undone.append((end, time.monotonic()))
         return end
@@ -143,7 +143,7 @@ class DeviceMemory(Memory):
         self._begun = False
         self._profiling = profiling
 
-    def gradients(self) -> Dependencies:
+    def gradient_dependencies(self) -> Dependencies:
         consumed, self._consumed = self._consumed, []
         return [*consumed, *(self._device.record(stream) for stream in self._producers)]
 
@@ -156,7 +156,7 @@ class DeviceMemory(Memory):
             consumed.append(self._device.record(self._home))
         return event, [event, *consumed]
 
-    def updates(self) -> Dependencies:
+    def update_dependencies(self) -> Dependencies:
         return [self._device.record(self._device.current_stream())]
 
     def join(self) -> Stamp:
@@ -198,7 +198,7 @@ class DeviceMemory(Memory):
     def now(self) -> Stamp:
         return self._device.record(self._device.current_stream(), timed=True)
 
-    def produced(self) -> Stamp:
+    def stamp_gradient(self) -> Stamp:
         stream = self._device.current_stream()
         if not self._begun:
             self._refuse_capture(stream)

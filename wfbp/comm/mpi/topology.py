@@ -32,8 +32,8 @@ class Topology:
         if chunking is None and len(hosts) == 1:
             # Copies within a host do not overlap and would evict each other from the cache, so
             # large messages go one chunk at a time. Open MPI copies through small fragments; it
-            # gains from shards that stay in cache from arrival to reduction. A second exchange
-            # costs more than copies: where ranks share cores, each waits for its turn.
+            # gains from shards that stay in cache from arrival to reduction. Small messages go in
+            # one exchange: where ranks share cores, a second one waits for its turn.
             open_mpi = mpi.get_vendor()[0] == "Open MPI"
             chunk_bytes = min(4 << 20, comm.size << 19) if open_mpi else 4 << 20
             chunking = Chunking(chunk_bytes, window_bytes=chunk_bytes, small_bytes=256 << 10)

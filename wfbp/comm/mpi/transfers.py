@@ -153,7 +153,7 @@ class ProgressGroup:
         return True
 
     def _watches(self) -> list[Watch] | None:
-        """What tasks wait for that advance in Python; None if one may go on."""
+        """The events that tasks which advance in Python wait for; None if a task may go on."""
         polled = [t for channel in self.channels for t in channel.active if t.transfer is None]
         watches = [watch for task in polled if (watch := task.awaited()) is not None]
         return watches if len(watches) == len(polled) else None

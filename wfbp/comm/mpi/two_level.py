@@ -212,7 +212,7 @@ class TwoLevelTask(FlaggedTask):
         levels, flags = self._levels, self._flags
         how, divisor = reduction(op, levels.channel.size)
         if levels.between_hosts and self._dtype not in HALF:
-            divisor = 1.0  # where hosts are added; but the sum of a host may have no half
+            divisor = 1.0  # the owner divides; but a host's sum of halves could overflow
         places = range(len(flags.peers) + 1)
         for owner in levels.blocks_of[flags.rank]:
             shards = [self._block(place, owner) for place in places]

@@ -18,11 +18,12 @@ from wfbp.core.types import Operation
 def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     """All-reduce in backward: the fewest groups within relative ``tolerance`` of the optimum.
 
-    Exact over partitions into runs of consecutive gradients, with interference too
-    (planning.md). Limits: for a measured curve with kappa > 0, only the cheapest partition of
-    each number of groups is considered. A run of several element types is planned as a whole; its
-    messages may be sent earlier, never later. Source: our exact formulation of Song et al.,
-    "OASR-WFBP", JPDC 2025.
+    Exact over partitions into runs of consecutive gradients (planning.md), except for a measured
+    curve with interference (kappa > 0), where only the cheapest partition of each number of
+    groups is considered. For n tensors a search takes O(n) with linear costs and O(n^2) with
+    measured curves; with interference there is one search per examined makespan. A run of several
+    element types is planned as a whole; its messages may be sent earlier, never later. Source: our
+    exact formulation of Song et al., "OASR-WFBP", JPDC 2025.
     """
     modes = all_by(Operation.ALL_REDUCE, len(trace.tensors))
     return exact_plan("oasr", trace, costs, modes, tolerance)[0]

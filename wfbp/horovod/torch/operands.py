@@ -103,7 +103,7 @@ def _perform_adasum(
         operation.finish = finish
         return operation
 
-    return operands.perform(form, tensors, name, make)
+    return operands.submit_form(form, tensors, name, make)
 
 
 def adasum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,5 +1,11 @@
 """Named operations: collectives that ranks may submit in any order, matched by name.
 
-Read ``api`` first (public functions), then ``operations`` (submit and wait), ``named_lane`` and
-``coordinator`` (communication side). ``forms`` makes the public functions from one table.
+``forms`` makes the public functions from one table; ``api`` has those without tensors. A call of
+``allreduce(x)`` passes through
+
+* ``operands`` here and in ``torch``: ``make_operation`` from a tensor, then ``submit_form``
+* ``operations``: ``Collectives.run`` or ``submit`` hands it to the communication thread, and waits
+* ``named_lane``: ``submit`` notes it, ``_negotiate`` sends the names to the coordinator, ``_start``
+  executes what all ranks have submitted, in the coordinator's order (``coordinator``)
+* ``comm``: ``Backend.all_reduce`` and the other collectives
 """

@@ -90,7 +90,7 @@ def make_operation(
     return NamedOperation(request, number, operand.data, finish, sequence)
 
 
-def perform(
+def submit_form(
     form: Form,
     tensors: Any,
     name: str | None,

@@ -30,7 +30,7 @@ _ANSWER_S = 2.0
 _PAUSE_S = 5.0
 """Longest time between two looks that counts as waiting; the job may have been suspended."""
 _MOST_QUIET_S = 1.5
-"""Of the time between two looks, less than the grace: the others have yet to go on."""
+"""A check of a wait counts at most this much time, so that after a pause others can go on first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class StallWatch:
                 "reported above; WFBP_TIMEOUT_S sets the limit."
             )
         if waited_s > max(self._warn_at_s, self._config.stall_warning_s):
-            # Repeatedly, ever more rarely: another rank may have begun its wait only now.
+            # Warn again at twice the time: another rank may have begun its wait only now.
             self._warn_at_s = 2 * waited_s
             log.warning("%s has waited %.0f s: %s", self._where, waited_s, what)
             self._suspicion = []

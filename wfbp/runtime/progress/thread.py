@@ -43,10 +43,10 @@ class CommunicationThread:
     many such calls, and keeps ``_driver_lock`` between them; the communication thread waits for
     that one before each of its calls, and so stays away.
 
-    Between calls the communication thread naps. If an event could be acted upon at once, it is
-    ``sleeping``, and a thread that appends an event must wake it. It sets this before its last look
-    at the events. If a nap ends while a training thread drives, it is ``_standing_by``, and that
-    thread wakes it if it leaves work behind.
+    Between calls the communication thread naps. If it could act upon an event at once, it sets
+    ``needs_wakeup``, before its last look at the events: a thread that appends an event must then
+    wake it. If a nap ends while a training thread drives, it is ``_standing_by``, and that thread
+    wakes it if it leaves work behind.
     """
 
     def __init__(self, backend: HostBackend, config: Config, where: str) -> None:
@@ -57,7 +57,7 @@ class CommunicationThread:
         self._progress_lock = threading.Lock()
         self._running = True
         self._here = threading.local()
-        self.sleeping = False
+        self.needs_wakeup = False
         self._standing_by = False
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -179,7 +179,7 @@ class CommunicationThread:
 
     def _await_driver(self, reply: Reply[Any], label: str, since: float) -> bool:
         """Wait while another training thread drives, and moves this one's work on, too."""
-        # Seconds without a pass of the loop, and without those of a suspended job.
+        # Seconds since the last pass of the loop, but for those in which the job was suspended.
         waited_s, passes = 0.0, self.loop.num_passes
         while not reply.wait(_REPLY_POLL_S):
             waited_s += _REPLY_POLL_S
@@ -199,8 +199,8 @@ class CommunicationThread:
         self._driver_lock.release()
         # Another waiting thread may have tried to take the lock while this one rested.
         called = self.loop.num_waiting > 1
-        # Not sleeping: its nap began when no event could be acted upon, which may have changed.
-        stood_by = self._standing_by and (self.loop.under_way or not self.sleeping)
+        # Without ``needs_wakeup``, its nap began when it could act upon no event. It may now.
+        stood_by = self._standing_by and (self.loop.under_way or not self.needs_wakeup)
         if called or stood_by:
             self.loop.wakeup.set()
 
@@ -226,8 +226,8 @@ class CommunicationThread:
     def _rest(self, nap_s: float, wakeable: bool) -> None:
         """Sleep until the loop is woken or due; not at all if an event came just before."""
         loop = self.loop
-        # In this order: other threads append an event before they read ``sleeping``.
-        self.sleeping = wakeable
+        # In this order: other threads append an event before they read ``needs_wakeup``.
+        self.needs_wakeup = wakeable
         if not (wakeable and loop.has_events):
             while nap_s > 0 and not loop.wakeup.wait(nap_s):
                 # A training thread drives. If it leaves work under way, it finds this thread
@@ -242,10 +242,10 @@ class CommunicationThread:
                 try:
                     nap_s = loop.poll()
                     # A training thread may have driven, and made room, within this nap.
-                    self.sleeping = wakeable = loop.wakeable
+                    self.needs_wakeup = wakeable = loop.wakeable
                 finally:
                     self._progress_lock.release()
                 if wakeable and loop.has_events:
                     break
         self._standing_by = False
-        self.sleeping = False
+        self.needs_wakeup = False

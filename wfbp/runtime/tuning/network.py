@@ -15,11 +15,12 @@ from wfbp.core.types import Operation
 
 _LEAST_S = 0.2
 _BYTES_PER_S = 32 << 20
-"""The time budget per operation: a constant, and the largest message at this rate."""
+"""Time budget per operation: this many seconds, plus the largest message at this rate."""
 
 _GROUP_S = 2e-4
 """CPU cost of a group if the network progresses alone: 0.26 to 0.33 ms at 1 Gbit/s
-(docs/benchmarks/training.md). Streams hide it; without it plans follow the curve's noise."""
+(docs/benchmarks/training.md). Measurements with two messages under way hide it. Without it,
+plans follow the noise of the curve."""
 
 log = logging.getLogger("wfbp")
 

@@ -6,10 +6,10 @@ cold memory only make steps slower. Plans are compared by the median over rounds
 
     log(quickest step of the plan) - log(quickest step of the round's median plan)
 
-In the first rounds the prediction counts as one more round, and the slower third leaves. Later a
-plan leaves if it loses to the best: in most rounds, and in the median by more than a margin. The
-simplest plan wins unless it loses. Else the plan of the fewest groups within the margin of the best
-wins, because each group costs CPU time.
+In the first three rounds the prediction counts as one more round; after the first two the slower
+third leaves. Later a plan leaves if it loses to the best: in most rounds, and in the median by more
+than a margin. The simplest plan wins unless it loses. Else the plan of the fewest groups within the
+margin of the best wins, because each group costs CPU time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MARGIN = 0.015
 """A relative difference that does not matter."""
 _EARLY_ROUNDS = 3
 _KEPT = 2 / 3  # of the plans after an early round
-_LOST = 0.7  # in so many rounds the better of two plans is faster
+_LOST = 0.7  # the better of two plans is faster in at least this part of the rounds
 
 
 class Trial:

@@ -41,9 +41,9 @@ Share = Callable[[Callable[[], Any]], Any]
 
 _WINDOW_STEPS = 20
 _DRIFT_WINDOWS = 5
-"""So many windows in a row that differ from the first one are a drift."""
-_TRIAL_STEPS = 30
-"""A trial takes at most so many times ``trial_steps``."""
+"""If this many windows in a row differ from the first one, it is a drift."""
+_MAX_TRIAL_FACTOR = 30
+"""A trial takes at most ``trial_steps`` times this many steps."""
 
 
 class TuningPhase(enum.Enum):
@@ -223,7 +223,7 @@ class Tuner:
         else:
             plans = fixed_candidates(schedule, trace, costs, threshold_bytes)
         if len(plans) > 1:
-            max_steps = _TRIAL_STEPS * self._config.trial_steps
+            max_steps = _MAX_TRIAL_FACTOR * self._config.trial_steps
             self._trial = Trial(plans, self._steps_per_round, max_steps)
             self._log(f"trial of {len(plans)} plans, of at most {max_steps} steps")
         return _answer(plans, self._kappa, {})

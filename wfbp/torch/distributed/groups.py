@@ -172,7 +172,7 @@ class Groups:
             if has_left or time.monotonic() > end_s:
                 break
             time.sleep(_LOOK_S)
-        # Decided once for all ranks: whoever went on alone would wait in MPI without a limit.
+        # One decision for all ranks: a rank that went on alone would wait in MPI without a limit.
         outcome = "made" if store.check(names) else "given up"
         if store.compare_set("outcome", "", outcome) != b"made":
             late = [rank for rank in ranks if not store.check([str(rank)])]
