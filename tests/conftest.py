@@ -22,6 +22,12 @@ from tests.support.shared import FOLDER, SESSION
 RUN_PARAMETERS = ("ranks", "num_ranks", "n", "mpi")
 """Parameters by which tests of one file differ in the MPI job that answers them."""
 
+JAX_CACHE = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""What one job has compiled, all later ones read."""
+
 
 settings.register_profile(  # beside what CI asks for
     "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -35,6 +41,7 @@ def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="wfbp-tests-")
         os.environ[SESSION] = str(os.getpid())
+        os.environ.update(JAX_CACHE, JAX_COMPILATION_CACHE_DIR=f"{os.environ[FOLDER]}/jax")
 
 
 def pytest_unconfigure() -> None:

@@ -12,8 +12,17 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 
 TWO, THREE = Job("torch/program", 2, "overlap"), Job("torch/program", 3, "mixed")
 
-ONLY_TWO = ("a_reducer_disagrees", "a_deadlock_beside_jax_is_told")
-"""A reducer takes no plan that decouples; and JAX takes its time."""
+ONLY_TWO = (
+    "a_reducer_disagrees",
+    "a_deadlock_beside_jax_is_told",
+    "one_rank_steps_less_often",
+    "one_rank_steps_more_often",
+    "one_rank_is_in_another_collective",
+    "one_rank_synchronizes_what_is_clipped",
+    "one_rank_is_in_a_barrier_while_others_wrap",
+)
+"""A reducer takes no plan that decouples, JAX is slow to load, and the others set their schedule
+themselves: three ranks would only repeat them."""
 
 
 @pytest.mark.parametrize(

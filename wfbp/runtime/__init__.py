@@ -10,8 +10,9 @@ side effects of imports in the package:
   registers its parameter class with ``torch.utils._pytree``; (``gradient_sync``) completes
   parameters in ``shutdown()``.
 * ``import torch`` calls ``wfbp.integrations.torch_backend`` by an entry point, which registers the
-  backend ``wfbp``; ``wfbp.torch.distributed`` serves ``wfbp://`` and ``env://`` and replaces two
-  functions of ``torch.distributed``.
+  backend ``wfbp`` and puts a handler before PyTorch's own for ``env://``.
+* ``wfbp.torch.distributed`` serves ``wfbp://`` and ``env://`` and replaces two functions of
+  ``torch.distributed``.
 * ``wfbp.jax`` registers primitives with JAX, and forgets programs of one rank in ``shutdown()``.
 * ``wfbp.horovod.search_path`` is put on ``sys.path`` by ``python -m wfbp.horovod`` alone; importing
   ``horovod`` from there makes ``wfbp.horovod`` replace it.

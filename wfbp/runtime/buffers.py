@@ -215,7 +215,7 @@ class GroupBuffer:
         return tuple(sources)
 
     def send(self) -> Work[None]:
-        """Send it; called once after each :meth:`pack` and ``Memory.packed``."""
+        """Send it; called once after each :meth:`pack` and ``Memory.end_packing``."""
         memory, data = self._memory, self._message.data
         segments, self._segments = self._segments, []
         work: Work[None]

@@ -20,10 +20,10 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
 
     Exact over partitions into runs of consecutive gradients (planning.md), except for a measured
     curve with interference (kappa > 0), where only the cheapest partition of each number of
-    groups is considered. For n tensors a search takes O(n) with linear costs and O(n^2) with
-    measured curves; with interference there is one search per examined makespan. A run of several
-    element types is planned as a whole; its messages may be sent earlier, never later. Source: our
-    exact formulation of Song et al., "OASR-WFBP", JPDC 2025.
+    groups is considered. For n tensors of one type, the shortest iteration is found in O(n) with
+    linear costs, else in O(n^2); the fewest groups k in up to O(k n^2). Interference repeats this.
+    A run of several element types is planned as a whole; its messages may be sent earlier, never
+    later. Source: our exact formulation of Song et al., "OASR-WFBP", JPDC 2025.
     """
     modes = all_by(Operation.ALL_REDUCE, len(trace.tensors))
     return exact_plan("oasr", trace, costs, modes, tolerance)[0]
