@@ -64,8 +64,9 @@ class GradientGuard:
         """Of the gradients that are sampled in this step; None before their hooks."""
         self._num_steps = 0
         self._is_averaged = False
-        self._present: Sequence[int] = range(len(names))
-        """Which had gradients in the last step that had any."""
+        self._known: list[int] = []
+        """Those that have had gradients in any step."""
+        self._new = set(range(len(names)))
         self._choose()
 
     def watch(self, index: int, grad: torch.Tensor, averaged: bool = False) -> None:
@@ -114,7 +115,10 @@ class GradientGuard:
 
     def clear(self) -> None:
         """Forget all gradients. The list and the dictionary stay the same ones."""
-        self._present = [k for k, seen in enumerate(self.seen) if seen is not None] or self._present
+        if self._new:
+            appeared = [k for k in self._new if self.seen[k] is not None]
+            self._new.difference_update(appeared)
+            self._known = sorted(self._known + appeared)
         self.seen[:] = [None] * len(self.seen)
         self._is_averaged = False
         self._num_steps += 1
@@ -129,12 +133,13 @@ class GradientGuard:
         )
 
     def _choose(self) -> None:
-        """Have gradients sampled that are spread over all, and so over the groups."""
+        """Have gradients sampled that are spread over all, and so over the groups; and new ones,
+        because a step may have no others."""
         self.samples.clear()
-        number, present = self._num_steps, self._present
+        number, known = self._num_steps, self._known
         if self._on_host or number < _FIRST_STEPS or number % _EVERY_STEPS == 0:
-            stride = max(1, len(present) // _SAMPLED_GRADIENTS)
-            self.samples.update(dict.fromkeys(present[number % stride :: stride]))
+            stride = max(1, len(known) // _SAMPLED_GRADIENTS)
+            self.samples.update(dict.fromkeys((*known[number % stride :: stride], *self._new)))
 
 
 def _sample(grad: torch.Tensor) -> torch.Tensor:

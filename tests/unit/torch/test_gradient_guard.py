@@ -132,7 +132,25 @@ def test_samples_are_taken_of_parameters_that_have_gradients() -> None:
         for index in (7, 60, 61):
             guard.watch(index, torch.ones(3))
         guard.clear()
-        assert set(guard.samples) == {7, 60, 61}
+        assert {7, 60, 61} <= set(guard.samples)
+
+
+def test_samples_are_taken_of_gradients_that_appear_for_the_first_time() -> None:
+    """In the first step, or when parameters are unfrozen."""
+    for frozen_until in (0, 1, 5):
+        params = [torch.nn.Parameter(torch.randn(40)) for _ in range(80)]
+        guard = GradientGuard("SGD", [f"p{k}" for k in range(80)])
+        for _ in range(frozen_until):
+            for index in range(40):
+                guard.watch(index, torch.ones(3))
+            guard.clear()
+        params[65].square().sum().backward()
+        grad = params[65].grad
+        assert grad is not None
+        guard.watch(65, grad)
+        grad.data.add_(1.0)
+        with pytest.raises(RuntimeError, match="p65 was changed in place"):
+            guard.check(params)
 
 
 def test_gradients_on_a_device_are_sampled_seldom() -> None:
