@@ -144,7 +144,7 @@ def test_a_rank_that_stops_elsewhere(place: str) -> None:
     assert {"reduce": "allreduce 'second'", "wrap": "reducer: comparing tensors"}[place] in (
         found.ranks[1]["text"]
     )
-    assert "others were here: rank 0: idle" in found.run.stderr
+    assert "other ranks were here: rank 0: idle" in found.run.stderr
 
 
 SETTINGS = {

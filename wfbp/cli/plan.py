@@ -11,10 +11,11 @@ import click
 from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedule_option
 from wfbp.cli.run_files import BELOW_BOUND, Run
 from wfbp.cli.tables import milliseconds, print_table, size
+from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.planners import PLANNERS, RECOMMENDED, plan
 from wfbp.core.timeline import IterationForecast, timeline
 from wfbp.core.trace import Trace
-from wfbp.core.types import Phase
+from wfbp.core.types import Operation, Phase
 
 _SAME = 1e-9  # relative; rounding may differ by as much
 
@@ -47,10 +48,12 @@ def command(
             "schedules": told,
         }
         click.echo(json.dumps(told[0] if len(told) == 1 else comparison, indent=1, allow_nan=False))
-    elif len(results) == 1:
-        _print_one(results[0], model, _about_bound(results[0].lower_bound_s, run))
+        return
+    notes = [*_about_bound(results[0].lower_bound_s, run), *_extrapolated(results, costs)]
+    if len(results) == 1:
+        _print_one(results[0], model, notes)
     else:
-        _print_all(results, model, first, _about_bound(results[0].lower_bound_s, run))
+        _print_all(results, model, first, notes)
 
 
 def _document(result: IterationForecast) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def _document(result: IterationForecast) -> dict[str, Any]:
     }
 
 
-def _print_one(result: IterationForecast, trace: Trace, about_bound: Sequence[str]) -> None:
+def _print_one(result: IterationForecast, trace: Trace, notes: Sequence[str]) -> None:
     groups, tensors = result.plan.groups, result.plan.tensors
     cells = []
     for index, why in enumerate(reasons(result)):
@@ -91,13 +94,13 @@ def _print_one(result: IterationForecast, trace: Trace, about_bound: Sequence[st
             f"iteration {milliseconds(result.iteration_s)} ms, of which "
             f"{milliseconds(result.exposed_s)} ms exposed communication; "
             f"T/LB {result.ratio_to_lower_bound:.3f}",
-            *about_bound,
+            *notes,
         ],
     )
 
 
 def _print_all(
-    results: Sequence[IterationForecast], trace: Trace, first: int, about_bound: Sequence[str]
+    results: Sequence[IterationForecast], trace: Trace, first: int, notes: Sequence[str]
 ) -> None:
     least_s = results[first].iteration_s
     print_table(
@@ -115,7 +118,7 @@ def _print_all(
             )
             for index, result in enumerate(results)
         ],
-        about_bound,
+        notes,
         first,
     )
 
@@ -158,3 +161,18 @@ def _about_bound(bound_s: float, run: Run | None) -> list[str]:
         f"{', '.join(known) or 'not yet measured'}",
     ]
     return notes + run.missing
+
+
+def _extrapolated(results: Sequence[IterationForecast], costs: Costs) -> list[str]:
+    """Lines about messages that are larger than the measured ones."""
+    largest: dict[Operation, int] = {}
+    for result in results:
+        for group, at in zip(result.plan.groups, result.groups, strict=True):
+            largest[group.operation] = max(largest.get(group.operation, 0), at.nbytes)
+    return [
+        f"{operation.value} was measured up to {size(measured)}; times of larger messages, up to "
+        f"{size(nbytes)}, are extrapolated"
+        for operation, nbytes in largest.items()
+        if isinstance(curve := costs.of(operation), PiecewiseCost)
+        and nbytes > (measured := curve.points[-1][0])
+    ]

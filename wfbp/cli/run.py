@@ -150,7 +150,7 @@ def _job(
     if given.hosts or given.hostfile:
         hosts = parse_hosts(given.hosts) if given.hosts else read_hostfile(given.hostfile)
     if given.num_ranks is None and not hosts:
-        raise click.UsageError("how many ranks? Give -n N, or name hosts")
+        raise click.UsageError("how many ranks? Give -n N before the program, or name hosts")
     settings = ["--cores"] if given.bind and hasattr(os, "sched_setaffinity") else []
     settings += ["--gpu"] if given.gpu else []
     settings += ["--output", os.path.abspath(given.output)] if given.output else []

@@ -11,6 +11,7 @@ from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import print_table
 
 MERGED = "timeline.json"
+_WHY_EMPTY = "its rank was killed, the file was cut, or the job had one rank"
 _TIMES = ("iteration", "forward", "backward", "update", "exposed", "communication")
 
 
@@ -66,10 +67,7 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
             "steps: those by the last plan, without its trial; exposed: training waits for",
             "communication; hidden: the part of sending that delays nothing. If forward is 0,",
             "backward has both.",
-            *(
-                f"{name} holds no complete step: its rank was killed, or it was cut"
-                for name in empty
-            ),
+            *(f"{name} holds no complete step: {_WHY_EMPTY}" for name in empty),
             str(target),
         ],
     )

@@ -78,7 +78,8 @@ class PiecewiseCost:
     """A measured curve: straight lines between points, constant below the first.
 
     Above the last point it continues with the mean slope since the last point of at most half the
-    largest size. (The slope of the last two points alone is mostly noise.)
+    largest size. (The slope of the last two points alone is mostly noise.) If that is 0, which is
+    noise made monotone, it continues with the mean slope of the whole curve.
 
     Args:
         points: (bytes, seconds), at least two; bytes increase strictly, seconds never fall.
@@ -123,6 +124,8 @@ class PiecewiseCost:
     def _tail_s_per_byte(self) -> float:
         last_size, last_seconds = self.points[-1]
         index = max(bisect_right(self.points, last_size / 2, key=lambda p: p[0]) - 1, 0)
+        if self.points[index][1] == last_seconds:
+            index = 0
         size, seconds = self.points[index]
         return (last_seconds - seconds) / (last_size - size)
 

@@ -16,6 +16,14 @@ Example:
 
 from __future__ import annotations
 
+try:
+    import torch  # noqa: F401
+except ImportError as _error:
+    raise ImportError(
+        f"wfbp.torch needs PyTorch, which cannot be imported ({_error}): pip install "
+        "'wfbp[torch]'. wfbp and wfbp.jax work without PyTorch"
+    ) from _error
+
 from wfbp.core.types import Op
 from wfbp.runtime.collectives.api import (
     add_process_set,

@@ -11,6 +11,7 @@ them. (What compiled models do to plans that decouple: see ``pending``.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -53,7 +54,11 @@ def compile_backend(inner: str | Backend = "inductor", piece_bytes: int = PIECE_
     """
     if piece_bytes < 1:
         raise ValueError(f"piece_bytes is {piece_bytes}; expected at least 1")
+    return _in_pieces(inner, piece_bytes)
 
+
+@cache  # torch.compile counts the backends of a function, and gives up after a few
+def _in_pieces(inner: str | Backend, piece_bytes: int) -> Backend:
     def compile_in_pieces(
         graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
     ) -> Compiled:

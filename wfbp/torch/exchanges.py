@@ -94,7 +94,7 @@ def _warn_of_parameters(reducer: Reducer, marks: Sequence[Sequence[int]], is_log
         if names and is_logger:
             more = f" and {len(names) - 1} more tensors" * (len(names) > 1)
             log.warning(
-                "%s: rank %d begins with other values of %s%s than rank 0, and averages of "
+                "%s: rank %d starts with different values of %s%s than rank 0, and averages of "
                 "gradients do not make them equal; call wfbp.broadcast_parameters("
                 "model.state_dict(), root_rank=0) before the first step",
                 *(reducer.who, rank, names[0], more),

@@ -89,7 +89,8 @@ class GradientGuard:
             f"{where}backward and before it was averaged over the ranks. Call "
             "optimizer.synchronize() first, then change gradients, then step inside 'with "
             "optimizer.skip_synchronize():'; to clip, call optimizer.clip_grad_norm_() instead; to "
-            "forget gradients, optimizer.zero_grad(). Do not wrap the model in PyTorch's DDP"
+            "forget gradients, optimizer.zero_grad(). A model that is wrapped in PyTorch's DDP "
+            "causes this, too"
         )
 
     def check(self, params: Sequence[torch.Tensor]) -> list[int]:

@@ -166,9 +166,9 @@ def distribute(
     process.warn_of_cores(whole, torch.get_num_threads())  # programs set it after init()
     if compression not in (Compression.none, Compression.fp16, Compression.bf16):
         raise ValueError(
-            f"compression is {getattr(compression, '__name__', compression)}; expected "
+            f"compression is {getattr(compression, '__name__', repr(compression))}; expected "
             "Compression.none, Compression.fp16 or Compression.bf16: gradients are cast while they "
-            "are packed, without calls of a compressor"
+            "are packed, so no other compressor is called"
         )
     sharding = optimizer_sharding
     if not any(sharding is value for value in (True, False, None)):

@@ -301,3 +301,14 @@ def test_help_and_the_reference_recommend_the_same_schedules() -> None:
     listed = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
     assert tuple(listed) == RECOMMENDED
     assert "Recommended: oasr, hybrid, single. For comparison: layerwise, " in text
+
+
+def test_extrapolated_times_are_named(tmp_path: Path) -> None:
+    points = [[4, 1.5e-5], [2**20, 1.5e-4]]
+    document = {"format": "wfbp-cost/1", "all_reduce": {"points": points}, "kappa": 0.0}
+    cost = write(tmp_path / "cost.json", document)
+    told = wfbp("plan", RESNET, "--cost", cost).out
+    assert "all_reduce was measured up to 1.0 MiB" in told
+    assert "up to 97.5 MiB, are extrapolated" in told
+    small = write(tmp_path / "small.json", small_trace())
+    assert "extrapolated" not in wfbp("plan", small, "--cost", cost).out

@@ -36,6 +36,14 @@ def test_piecewise_goes_on_with_the_slope_of_its_upper_half() -> None:
     assert without_lower_half(120) == pytest.approx(5.0)
 
 
+def test_piecewise_goes_on_rising_where_noise_left_the_end_flat() -> None:
+    """Measured times are made monotone: equal ones mean noise, not a network without limit."""
+    curve = PiecewiseCost(((4, 15e-6), (2**17, 150e-6), (2**20, 150e-6)))
+    slope = (150e-6 - 15e-6) / (2**20 - 4)
+    assert curve(2**21) == pytest.approx(150e-6 + slope * 2**20)
+    assert curve.many(np.array([2.0**21]))[0] == pytest.approx(curve(2**21))
+
+
 def test_many_equals_one_by_one_and_never_falls() -> None:
     rng = random.Random(0)
     for _ in range(200):

@@ -115,7 +115,7 @@ def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
 
     result = ended({0: waits, 1: elsewhere}, size=2)[0]
     assert isinstance(result, StallError)
-    assert "others were here: rank 1: SGD, step 1: nothing posted yet." in str(result)
+    assert "other ranks were here: rank 1: SGD, step 1: nothing posted yet." in str(result)
     assert "No answer" not in str(result)
 
 
@@ -127,7 +127,7 @@ def test_ranks_that_do_not_answer_are_named() -> None:
     answer = {"kind": "here", "to": 0, "number": 1, "status": asdict(HERE)}
     asker.handle_notice(2, answer, HERE)
     assert asker.answers.startswith(
-        "When they were asked, others were here: rank 2: idle. No answer came from ranks 1, 3: "
+        "When asked, other ranks were here: rank 2: idle. No answer came from ranks 1, 3: "
     )
 
 

@@ -525,7 +525,7 @@ def test_rank_0_says_what_happens(caplog: pytest.LogCaptureFixture) -> None:
         "trial of ",
         "layerwise, 8 groups 900.0 ms",
         "installed layerwise, 8 groups: predicted ",
-        "the iteration time has changed for long",
+        "the iteration time has changed for good",
         "measuring compute for 3 steps, by layerwise",
         "trial of ",
         "layerwise, 8 groups 1800.0 ms",

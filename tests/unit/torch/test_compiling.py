@@ -92,3 +92,11 @@ def test_mistakes() -> None:
     model = torch.compile(nn.Linear(2, 2), backend=compile_backend("eager"), mode="max-autotune")
     with pytest.raises(Exception, match=r"given mode, which compile_backend\(\) does not take"):
         model(torch.ones(1, 2))
+
+
+def test_equal_calls_give_the_same_backend() -> None:
+    """PyTorch compiles no further once a function has met more than a few backends."""
+    assert compile_backend("eager") is compile_backend("eager")
+    assert compile_backend() is compile_backend("inductor")
+    other = compile_backend("eager", piece_bytes=100)
+    assert other is not compile_backend("eager")

@@ -38,7 +38,7 @@ def load(timeout_s: float | None = None) -> ModuleType:
     except (ImportError, RuntimeError) as error:
         raise BackendError(
             f"MPI could not be started ({error}); install mpi4py and an MPI library, for example "
-            "by: pip install wfbp[mpich]"
+            "by: pip install 'wfbp[mpich]'"
         ) from error
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise BackendError(

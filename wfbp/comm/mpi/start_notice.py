@@ -80,7 +80,7 @@ def _tell(limit_s: float) -> None:
     rank, size = number(_RANK, os.environ), number(_SIZE, os.environ)
     who = f"rank {rank}" + ("" if size is None else f" of {size}")
     sys.stderr.write(
-        f"wfbp: {who}: MPI has not started within {limit_s:g} s, because some rank has not come to "
+        f"wfbp: {who}: MPI has not started within {limit_s:g} s, because some rank has not reached "
         "wfbp.init(). Look above for the error of a rank that ended before, and let every rank "
         "call wfbp.init(); WFBP_TIMEOUT_S sets the limit. Where this rank waits:\n"
     )

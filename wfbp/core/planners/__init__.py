@@ -95,7 +95,10 @@ def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
     """Raise ``ValueError`` for an unknown schedule, or one that decouples gradients although
     ``user`` needs whole ones."""
     known = SCHEDULES if decouples else (AUTO, *ALL_REDUCE_SCHEDULES)
-    needs_whole = f": {user or 'the caller'} needs whole gradients"
+    needs_whole = (
+        f": {user or 'the caller'} needs whole gradients on every rank, and this schedule leaves "
+        "shards. The argument or WFBP_SCHEDULE sets it"
+    )
     one_of("schedule", schedule, known, needs_whole if schedule in DECOUPLED_SCHEDULES else "")
 
 

@@ -187,7 +187,7 @@ class StallWatch:
         sentences = []
         if self._answers:
             known = _places(self._answers)
-            sentences.append(f"When they were asked, others were here: {known}.")
+            sentences.append(f"When asked, other ranks were here: {known}.")
         silent = [r for r in range(self._size) if r not in self._answers and r != self._rank]
         if silent:
             sentences.append(

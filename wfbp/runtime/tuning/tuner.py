@@ -172,7 +172,7 @@ class Tuner:
             self._run_round(share(lambda: self._conclude_round([m["times_s"] for m in messages])))
         elif any(m.get("wants_round") for m in messages):
             self._log(
-                "the iteration time has changed for long, to "
+                "the iteration time has changed for good, to "
                 f"{(self.measured_s or 0.0) * 1e3:.1f} ms: measuring and planning anew"
             )
             self._incumbent = self.plan

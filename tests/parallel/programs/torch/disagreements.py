@@ -63,10 +63,10 @@ def parameters_that_were_not_broadcast() -> None:
             optimizer.step()
         finally:
             logging.getLogger("wfbp").removeHandler(handler)
-        found = [text for text in warned if "begins with other values" in text]
+        found = [text for text in warned if "starts with different values" in text]
         assert len(found) == (differs and wfbp.rank() == 0), warned
         for text in found:
-            assert f"{last()} begins with other values of p than rank 0" in text, text
+            assert f"{last()} starts with different values of p than rank 0" in text, text
             assert "wfbp.broadcast_parameters(" in text, text
 
 

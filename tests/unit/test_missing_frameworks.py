@@ -1,4 +1,4 @@
-"""What ``import wfbp.jax`` reports if JAX cannot be imported."""
+"""What imports report if JAX or PyTorch cannot be imported."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ def test_the_error_names_the_reason(version: tuple[int, ...], reason: str) -> No
     assert run.returncode == 1
     assert last.startswith("ImportError: wfbp.jax needs JAX")
     assert reason in last
+
+
+def test_the_error_names_what_to_install_for_pytorch() -> None:
+    program = "import sys; sys.modules['torch'] = None\nimport wfbp.torch"
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    last = run.stderr.strip().splitlines()[-1]
+    assert run.returncode == 1
+    assert last.startswith("ImportError: wfbp.torch needs PyTorch")
+    assert "pip install 'wfbp[torch]'" in last
 
 
 def test_isolated_builds_have_the_headers_of_jax() -> None:
