@@ -48,6 +48,6 @@ def test_a_library_error_is_translated_and_abort_ends_every_rank(
 
 def test_without_mpi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(BackendError, match=r"pip install wfbp\[mpich\]") as caught:
+    with pytest.raises(BackendError, match=r"pip install 'wfbp\[mpich\]'") as caught:
         start.load()
     assert isinstance(caught.value.__cause__, ImportError)
