@@ -26,7 +26,7 @@ JAX_CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-"""What one job has compiled, all later ones read."""
+"""JAX keeps compiled programs for later jobs of the session, however small and quick they are."""
 
 
 settings.register_profile(  # beside what CI asks for

@@ -17,17 +17,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.harness import AUTO, ModelResult, environment, is_wfbp
+from tests.benchmarks.harness import AUTO, ModelResult, environment
 from tests.benchmarks.machine import print_table
 from tests.benchmarks.torch_contestants import CONTESTANTS, MODELS, PER_TENSOR
 from tests.benchmarks.training import LINKS, add_arguments, completed, run_model
+from wfbp.core.planners import PLANNERS
 
 FORMAT = "wfbp-bench-regret/1"
 LIMIT = 1.03
 SHARE = 0.9
 BASELINES = ("wfbp-ps", "wfbp-ps_layerwise")
 """For comparison only; ``auto`` does not consider them either."""
-FIXED = [name for name in CONTESTANTS if is_wfbp(name) and name not in (AUTO, *BASELINES)]
+FIXED = [name for name in (f"wfbp-{s}" for s in PLANNERS) if name not in BASELINES]
 
 
 @dataclass(frozen=True, slots=True)

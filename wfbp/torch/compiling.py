@@ -57,7 +57,7 @@ def compile_backend(inner: str | Backend = "inductor", piece_bytes: int = PIECE_
     return _in_pieces(inner, piece_bytes)
 
 
-@cache  # torch.compile counts the backends of a function, and gives up after a few
+@cache  # torch.compile recompiles a function for each new backend, up to a limit
 def _in_pieces(inner: str | Backend, piece_bytes: int) -> Backend:
     def compile_in_pieces(
         graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any

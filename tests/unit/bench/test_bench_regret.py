@@ -33,7 +33,13 @@ def result(model: str, link: str = "none", foreign: float = 0.0, **seconds: floa
 def test_regret_is_against_the_best_fixed_schedule_and_nothing_else() -> None:
     start = regret.Start.of(
         result(
-            "mlp", mpi_per_tensor=0.5, wfbp_auto=1.1, wfbp_oasr=1.2, wfbp_single=1.0, wfbp_ps=0.9
+            "mlp",
+            mpi_per_tensor=0.5,
+            wfbp_auto=1.1,
+            wfbp_oasr=1.2,
+            wfbp_single=1.0,
+            wfbp_ps=0.9,
+            wfbp_auto_bf16=0.8,
         )
     )
     assert start is not None
