@@ -20,7 +20,7 @@ from tests.support import launcher
 from tests.support.shared import FOLDER, SESSION
 
 RUN_PARAMETERS = ("ranks", "num_ranks", "n", "mpi")
-"""Parameters by which tests of one file differ in the MPI job that answers them."""
+"""Tests of one file that differ in these parameters need different MPI jobs."""
 
 JAX_CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("mpi_program.py")
         pytest.param(2, "mpich", marks=pytest.mark.quick),
         pytest.param(3, "mpich", marks=pytest.mark.long),
         (4, "mpich"),
-        # What is sent to whom does not depend on the library: a pair, and more.
+        # Messages are the same under both libraries: a pair of ranks, and more.
         pytest.param(2, "openmpi", marks=pytest.mark.quick),
         pytest.param(3, "openmpi", marks=pytest.mark.long),
     ],

@@ -88,7 +88,7 @@ def test_the_notebook_was_executed(site: Path) -> None:
 
 
 def check_fits(names: Collection[str], width: int, site: Path, tmp_path: Path) -> None:
-    """Nothing is wider than the window, and pictures are there and large enough to be read."""
+    """Pages fit the window's width, with all pictures, large enough to be read."""
     addresses = {name: (site / name).with_suffix(".html").as_uri() for name in names}
     page = tmp_path / "measure.html"
     page.write_text(MEASURE.format(width=width, pages=json.dumps(addresses)))

@@ -1,4 +1,4 @@
-"""What imports report if JAX or PyTorch cannot be imported."""
+"""Error messages of imports without JAX or PyTorch."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ SAMPLED_STEPS = 16
 """With a chosen plan and no recorder, one step in this many is timed."""
 
 _PATIENCE_STEPS = 8
-"""After this many steps in which a parameter got fewer gradients, fewer are expected."""
+"""If a parameter gets fewer gradients for this many steps, fewer are expected."""
 
 
 class Reducer:

@@ -37,7 +37,7 @@ GATHERED = Plan(
 
 
 def make_reducer(plan: Plan, wire_dtype: str = "") -> Any:
-    """The reducer of rank 1 of 2, whose events nobody reads."""
+    """The reducer of rank 1 of 2, without a lane that reads its events."""
     runtime = MagicMock(rank=1, size=2, where="rank 1", config=Config(), timeline=None)
     runtime.channel.exchange.side_effect = lambda payload, *_: [payload] * 2
     runtime.thread.needs_wakeup = False

@@ -179,7 +179,7 @@ class CommunicationThread:
 
     def _await_driver(self, reply: Reply[Any], label: str, since: float) -> bool:
         """Wait while another training thread drives, and moves this one's work on, too."""
-        # Seconds since the last pass of the loop, but for those in which the job was suspended.
+        # Seconds since the last pass of the loop. Time while the job is suspended does not count.
         waited_s, passes = 0.0, self.loop.num_passes
         while not reply.wait(_REPLY_POLL_S):
             waited_s += _REPLY_POLL_S
