@@ -7,8 +7,8 @@ side effects of imports in the package:
 
 * ``wfbp.native`` loads the C++ extension.
 * ``wfbp.torch`` (``pending``) waits for parameters before a fork and a script function, and
-  registers its parameter class with ``torch.utils._pytree``; (``gradient_sync``) completes
-  parameters in ``shutdown()``.
+  registers its parameter class with ``torch.utils._pytree``; (``ending``) completes parameters
+  in ``shutdown()``.
 * ``import torch`` calls ``wfbp.integrations.torch_backend`` by an entry point, which registers the
   backend ``wfbp`` and puts a handler before PyTorch's own for ``env://``.
 * ``wfbp.torch.distributed`` serves ``wfbp://`` and ``env://`` and replaces two functions of

@@ -44,6 +44,24 @@ def sparse_sums(
     }
 
 
+def add_sparse_sums(
+    reducer: Reducer,
+    params: Sequence[torch.Tensor],
+    sparse: Mapping[int, torch.Tensor],  # as for `sparse_sums`
+    reduced: Sequence[object],  # by index, None where no rank had a dense gradient
+    average: bool,
+) -> None:
+    """Let ``p.grad`` hold what is sparse on some rank, dense if any is."""
+    for index, total in sparse_sums(reducer, params, sparse, average).items():
+        param = params[index]
+        if reduced[index] is None or param.grad is None:
+            param.grad = total
+        elif param.grad.is_sparse:
+            param.grad = param.grad + total
+        else:
+            param.grad.add_(total)
+
+
 def _sum(param: torch.Tensor, parts: Sequence[tuple[Any, Any]], divisor: int) -> torch.Tensor:
     wide = torch.promote_types(param.dtype, torch.float32)
     places = [torch.from_numpy(place) for place, _ in parts]

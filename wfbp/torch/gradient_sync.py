@@ -9,8 +9,6 @@ in between. Hyperparameters are compared among ranks before the first update.
 from __future__ import annotations
 
 import functools
-import json
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -19,20 +17,17 @@ from typing import Any
 import torch
 
 from wfbp.core.types import Op
-from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime import process
+from wfbp.errors import DisagreementError
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
-from wfbp.torch import exchanges, pending, tensors
+from wfbp.torch import exchanges, tensors
 from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.forward_profiler import ForwardProfiler
 from wfbp.torch.state_sharding import StateSharding
 from wfbp.torch.updates import Reduced, Update
-
-log = logging.getLogger("wfbp")
 
 _EMPTY = 1
 """Stands for the address of a tensor without elements, which has none; 0 means no gradient."""
@@ -354,7 +349,8 @@ class OptimizerSync:
         self._guard.clear()
         self._take(reduced)
         if reducer.sparse_anywhere:
-            self._take_sparse(sparse, reduced)
+            average = self._op is Op.AVERAGE
+            exchanges.add_sparse_sums(reducer, self._params, sparse, reduced, average)
         if self._forward.watching is not reducer.profiling:
             self._forward.follow()
         if not self._compared:
@@ -386,20 +382,6 @@ class OptimizerSync:
                 held = views[index] = tensors.view(slot.data, layouts[index])
             if params[index].grad is not held:
                 params[index].grad = held
-
-    def _take_sparse(
-        self, sparse: dict[int, torch.Tensor], reduced: Sequence[BufferView | None]
-    ) -> None:
-        """Let ``p.grad`` hold what is sparse on some rank, dense if any is; a collective."""
-        totals = exchanges.sparse_sums(self.reducer, self._params, sparse, self._op is Op.AVERAGE)
-        for index, total in totals.items():
-            param = self._params[index]
-            if reduced[index] is None or param.grad is None:
-                param.grad = total
-            elif param.grad.is_sparse:
-                param.grad = param.grad + total
-            else:
-                param.grad.add_(total)
 
     def _compare(self) -> None:
         """Before the first update, compare hyperparameters; a collective."""
@@ -606,42 +588,3 @@ def _remove(hooks: dict[int, Any], reducer: Reducer, unwatch: Callable[[], None]
         handle.remove()
     hooks.clear()
     reducer.close()
-
-
-def in_use(runtime: Runtime | None = None) -> list[OptimizerSync]:
-    """Those that have not let their parameters go, in the order of making."""
-    syncs = [sync for sync in set(owners.values()) if runtime in (None, sync.runtime)]
-    return sorted((s for s in syncs if not s.has_left), key=lambda sync: sync.made)
-
-
-def _finish(runtime: Runtime) -> None:
-    """Before a runtime ends, bring parameters up to date, which is impossible afterwards."""
-    if runtime is not process.current("shutdown()"):
-        _leave_process_set(runtime)
-        return
-    for held in {owner for owner, _ in list(pending.under_way.values())}:
-        is_known = runtime.thread.error is not None  # to the program, by any call since
-        try:
-            held.wait_all()
-        except Exception as error:
-            if not is_known or not isinstance(error, WfbpError):
-                log.error("parameters are not up to date at the end: %s", error)
-        held.release()
-    for sync in set(owners.values()):
-        sync.leave_buffers()
-        sync.update.let_go()
-
-
-process.before_end(_finish)
-
-
-def _leave_process_set(runtime: Runtime) -> None:
-    """Let its optimizers go, with whole parameters and state; collective among its ranks."""
-    mine = {sync.number: sync for sync in in_use(runtime)}
-    payloads = runtime.channel.exchange(json.dumps(list(mine)).encode(), "removing a process set")
-    # One that is forgotten may still be there on a rank whose interpreter has not collected it.
-    common = set.intersection(*(set(json.loads(numbers)) for numbers in payloads))
-    for number, sync in mine.items():
-        if number in common:
-            sync.prepare_whole()
-        sync.leave()

@@ -14,7 +14,7 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 
 from wfbp.runtime import process, signals
-from wfbp.torch import gradient_sync, state
+from wfbp.torch import ending, state
 
 
 @signals.deferred
@@ -42,11 +42,11 @@ def join() -> int:
     operations = process.operations("join()")
     if process.size() == 1:
         return operations.join()
-    if gradient_sync.in_use():
+    if ending.in_use():
         gc.collect()  # what is forgotten on all ranks must be on this one, too
     thread = process.current("join()").thread
     # Those of an earlier runtime may still be held, by a traceback for example.
-    syncs = [sync for sync in gradient_sync.in_use() if sync.runtime.thread is thread]
+    syncs = [sync for sync in ending.in_use() if sync.runtime.thread is thread]
 
     def follow() -> None:
         with ThreadPoolExecutor(len(syncs) or 1, "wfbp-join") as executor:
