@@ -23,7 +23,7 @@ MODELS = {
 }
 """By library."""
 GPT = (
-    "jax_transformer.py --steps 90 --width 64 --depth 2 --context 64 --max-bytes 300000",
+    "jax_transformer.py --steps 50 --width 64 --depth 2 --context 32 --max-bytes 300000",
     "jax_transformer.py --steps 2 --width 32 --depth 1 --max-bytes 300000",
 )
 """At two ranks, and alone."""

@@ -1,9 +1,9 @@
 """Ranks that are forks of a process which has imported PyTorch or JAX already.
 
-These imports take several seconds of a core, more than most jobs do. :func:`servers` starts one
-server for each rank, because processes that start by themselves differ in their hash seeds.
-``mpirun`` then starts ``forked_rank.py``, which gives its environment, its streams and its
-connection to the launcher to a fork of that server. If one of the two ends, so does the other.
+These imports take several seconds of a core, more than most jobs do. :func:`servers` starts two
+servers, because processes that start by themselves differ in their hash seeds: so do neighbouring
+ranks. ``mpirun`` then starts ``forked_rank.py``, which gives its environment, its streams and its
+connection to the launcher to a fork of a server. If one of the two ends, so does the other.
 
 Usage: python -m tests.support.fork_server SOCKET SESSION MODULE ..., where SESSION is the process
 of the test session, which the server does not outlive.
@@ -37,13 +37,16 @@ PRELOADED = {
 }
 """What servers import, by kind."""
 
+NUM_SERVERS = 2
+"""Of each kind; ``forked_rank.py`` knows it."""
+
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 100.0
 RANK_PROGRAM = Path(__file__).with_name("forked_rank.py")
 
 
 def servers(kind: str, python: Path, ranks: int) -> Path | None:
-    """The folder with the sockets of servers for so many ranks; None outside a test session.
+    """The folder with the sockets of the servers of so many ranks; None outside a test session.
 
     Args:
         kind: of :data:`PRELOADED`.
@@ -54,7 +57,8 @@ def servers(kind: str, python: Path, ranks: int) -> Path | None:
         return None
     folder = session / f"{kind}-{python.parents[1].name}"
     folder.mkdir(exist_ok=True)
-    started = [_start(folder / f"{rank}", kind, python) for rank in range(ranks)]
+    numbers = range(min(ranks, NUM_SERVERS))
+    started = [_start(folder / f"{number}", kind, python) for number in numbers]
     deadline = time.monotonic() + START_S
     for socket_path in started:
         while not socket_path.exists():

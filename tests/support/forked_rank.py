@@ -1,7 +1,8 @@
 """A rank of an MPI job whose program runs in a fork of a server (``fork_server.py``).
 
-Usage: mpirun -n N python -I -S forked_rank.py FOLDER SCRIPT ARGUMENT ..., where the server for rank
-R listens at FOLDER/R. It ends as the program does. Imports little, so that it starts at once.
+Usage: mpirun -n N python -I -S forked_rank.py FOLDER SCRIPT ARGUMENT ..., where the server of rank
+R listens at FOLDER/(R modulo 2). It ends as the program does. Imports little, so that it starts at
+once.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import sys
 def main() -> None:
     folder, *arguments = sys.argv[1:]
     environment = dict(os.environ)
-    rank = environment.get("PMI_RANK") or environment["OMPI_COMM_WORLD_RANK"]
+    rank = int(environment.get("PMI_RANK") or environment["OMPI_COMM_WORLD_RANK"])
     descriptors = [0, 1, 2]
     if "PMI_FD" in environment:  # MPICH's connection to its launcher
         descriptors.append(int(environment["PMI_FD"]))
     job = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
     text = json.dumps(job).encode()
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(f"{folder}/{rank}")
+        server.connect(f"{folder}/{rank % 2}")
         socket.send_fds(server, [struct.pack("I", len(text))], descriptors)
         server.sendall(text)
         (code,) = struct.unpack("i", server.recv(4))

@@ -57,6 +57,8 @@ class GradientGuard:
         """By index: gradient, version and address (0 if sparse); None where no hook has run."""
         self.samples: dict[int, torch.Tensor | None] = {}
         """Of the gradients that are sampled in this step; None before their hooks."""
+        self.wants_sample: list[None] = []
+        """Not empty until a sample would show that all gradients were scaled."""
         self._num_steps = 0
         self._is_averaged = False
         self._known: list[int] = []
@@ -68,8 +70,17 @@ class GradientGuard:
         """Notice changes of a gradient from now on. ``averaged``: its average lies elsewhere."""
         self._is_averaged = averaged
         self.seen[index] = grad, grad._version, 0 if grad.is_sparse else grad.data_ptr()
-        if grad.is_sparse or index in self.samples:
-            self.samples[index] = _sample(grad)
+        if grad.is_sparse or self.wants_sample or index in self.samples:
+            self.take_sample(index, grad)
+
+    def take_sample(self, index: int, grad: torch.Tensor) -> None:
+        """Keep a sample of a gradient. All are sampled until one differs from its double, because
+        ``GradScaler.unscale_`` leaves zeros and infinities as they are."""
+        sample = self.samples[index] = _sample(grad)
+        if self.wants_sample and not grad.is_sparse:
+            values = sample.view(grad.dtype)
+            if not torch.equal((values + values).view(torch.uint8), sample):
+                self.wants_sample.clear()
 
     def refuse(self, index: int, how: str) -> None:
         """Raise ``RuntimeError`` because a gradient was changed."""
@@ -110,7 +121,7 @@ class GradientGuard:
         return cleared
 
     def clear(self) -> None:
-        """Forget all gradients. The list and the dictionary stay the same ones."""
+        """Forget all gradients. The lists and the dictionary stay the same ones."""
         if self._new:
             appeared = [k for k in self._new if self.seen[k] is not None]
             self._new.difference_update(appeared)
@@ -132,10 +143,12 @@ class GradientGuard:
         """Have gradients sampled that are spread over all, and so over the groups; and new ones,
         because a step may have no others."""
         self.samples.clear()
+        self.wants_sample.clear()
         number, known = self._num_steps, self._known
         if self._on_host or number < _FIRST_STEPS or number % _EVERY_STEPS == 0:
             stride = max(1, len(known) // _SAMPLED_GRADIENTS)
             self.samples.update(dict.fromkeys((*known[number % stride :: stride], *self._new)))
+            self.wants_sample.append(None)
 
 
 def _sample(grad: torch.Tensor) -> torch.Tensor:
@@ -257,6 +270,7 @@ class OptimizerSync:
             count = -1  # its gradient may be a lazy conjugate, or the imaginary part of one
         this = weakref.ref(self)
         seen, samples = self._guard.seen, self._guard.samples
+        wants_sample, take_sample = self._guard.wants_sample, self._guard.take_sample
         local, unsent = self._local, self._unsent
 
         @uncompiled
@@ -274,8 +288,8 @@ class OptimizerSync:
             mark_ready(index, address or _EMPTY, grad)
             # As GradientGuard.watch() does, without another call.
             seen[index] = grad, grad._version, address
-            if index in samples:
-                samples[index] = _sample(grad)
+            if wants_sample or index in samples:
+                take_sample(index, grad)
 
         handle = param.register_post_accumulate_grad_hook(announce)  # type: ignore[no-untyped-call]
         self._hooks[index] = handle

@@ -22,6 +22,7 @@ import pytest
 from mpi4py import MPI
 
 import wfbp
+from wfbp.comm import waiting
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Group, Plan
@@ -92,6 +93,11 @@ def freeze_imports() -> None:
     gc.enable()
 
 
+def leave_cores() -> None:
+    """Wait for other ranks without keeping a core for long: two jobs share the cores."""
+    waiting.SPIN_S = 5e-5
+
+
 class Checks:
     """A registry of checks, by name.
 
@@ -118,6 +124,7 @@ class Checks:
         if torch is not None:
             torch.set_num_threads(1)
         freeze_imports()
+        leave_cores()
         warnings.simplefilter("error")
         world = MPI.COMM_WORLD
         wfbp.init(config=MODES[mode])

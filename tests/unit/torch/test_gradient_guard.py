@@ -183,3 +183,25 @@ def test_a_change_on_a_device_is_noticed_where_it_is_sampled() -> None:
                 guard.check([param])
         else:
             assert guard.check([param]) == []
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_unscaling_is_noticed_by_the_only_gradient_that_it_changes(
+    value: float, dtype: torch.dtype
+) -> None:
+    """Such as where most parameters have gradients of zeros."""
+    params = [torch.nn.Parameter(torch.ones(30, dtype=dtype)) for _ in range(80)]
+    guard = GradientGuard("SGD", [f"p{k}" for k in range(80)])
+    for step in range(20):
+        for index, param in enumerate(params):
+            param.grad = torch.full_like(param, 3.0 if index == 70 else value)
+            guard.watch(index, param.grad)
+        if step < 19:
+            guard.check(params)
+            guard.clear()
+    for param in params:
+        assert param.grad is not None
+        param.grad.data.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"the gradient of p\d+ was changed in place"):
+        guard.check(params)

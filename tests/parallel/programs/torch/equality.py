@@ -19,7 +19,7 @@ import torch
 
 import wfbp
 import wfbp.torch
-from tests.parallel.programs.harness import freeze_imports
+from tests.parallel.programs.harness import freeze_imports, leave_cores
 from tests.parallel.programs.torch import further_optimizers
 from wfbp.config import Config
 
@@ -183,6 +183,7 @@ def train(schedule: str, optimizer_name: str) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     freeze_imports()
+    leave_cores()
     out, *runs = sys.argv[1:]
     wfbp.init(config=CONFIG)
     records = [train(*run.split("/")) for run in runs]

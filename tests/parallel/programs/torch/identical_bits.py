@@ -6,6 +6,7 @@ of what comes out.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -21,6 +22,7 @@ import torch
 
 import wfbp.jax
 import wfbp.torch as hvd
+from tests.parallel.programs.harness import leave_cores
 from tests.support.hosts import as_on_hosts, in_rows
 from wfbp import GradientReducer, allreduce
 from wfbp.config import SCHEDULES, read_environment
@@ -38,6 +40,7 @@ def digest(arrays: Iterable[Any]) -> str:
     return hashlib.sha256(b"".join(np.asarray(array).tobytes() for array in arrays)).hexdigest()
 
 
+@functools.cache
 def contributions(rank: int) -> list[Any]:
     return [np.random.default_rng((rank, n)).standard_normal(n).astype("f") for n in SIZES]
 
@@ -85,6 +88,7 @@ def differentiated(schedule: str, rank: int) -> str:
 
 
 def main(out: str, layout: str) -> None:
+    leave_cores()
     sizes = json.loads(layout)
     with as_on_hosts(lambda size: in_rows(sizes or [size])):
         hvd.init(config=CONFIG)
