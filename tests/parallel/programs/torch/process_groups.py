@@ -446,13 +446,14 @@ def barriers_and_objects(rank: int, size: int) -> None:
     dist.scatter_object_list(output, [f"for {r}" for r in range(size)] if rank == 0 else None, 0)
     assert output == [f"for {rank}"]
     assert dist.get_backend() == "wfbp"
-    if rank:
-        time.sleep(0.3)  # later than rank 0 waits
-        with pytest.raises(StallError, match="rank 0"):
-            dist.monitored_barrier(timeout=timedelta(seconds=0.1))
-    else:
+    waited = timedelta(seconds=0.1)
+    if rank == 0:
         with pytest.raises(StallError, match="Rank 1 failed to pass monitoredBarrier in 100 ms"):
-            dist.monitored_barrier(timeout=timedelta(seconds=0.1))
+            dist.monitored_barrier(timeout=waited)
+    wfbp.torch.allgather_object("the others call it once rank 0 waits no more")
+    if rank:
+        with pytest.raises(StallError, match="rank 0"):
+            dist.monitored_barrier(timeout=waited)
     dist.barrier()
 
 
