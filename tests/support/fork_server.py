@@ -104,7 +104,11 @@ def serve(path: Path, session: int) -> list[str]:
         for source in readable:
             if source is listener:
                 connection, _ = listener.accept()
-                job, descriptors = _receive(connection)
+                try:
+                    job, descriptors = _receive(connection)
+                except struct.error:  # the launcher has ended this rank meanwhile
+                    connection.close()
+                    continue
                 if (child := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -58,7 +58,8 @@ class GradientGuard:
         self.samples: dict[int, torch.Tensor | None] = {}
         """Of the gradients that are sampled in this step; None before their hooks."""
         self.wants_sample: list[None] = []
-        """Not empty until a sample would show that all gradients were scaled."""
+        """On the host, not empty until a sample of this step would show a scaling of all gradients.
+        (On a device, the host would wait for each sample in the middle of backward.)"""
         self._num_steps = 0
         self._is_averaged = False
         self._known: list[int] = []
@@ -74,11 +75,11 @@ class GradientGuard:
             self.take_sample(index, grad)
 
     def take_sample(self, index: int, grad: torch.Tensor) -> None:
-        """Keep a sample of a gradient. All are sampled until one differs from its double, because
-        ``GradScaler.unscale_`` leaves zeros and infinities as they are."""
+        """Keep a sample of a gradient. Every gradient is sampled until one sample differs from its
+        double: ``GradScaler.unscale_`` leaves zeros, infinities and NaN as they are."""
         sample = self.samples[index] = _sample(grad)
         if self.wants_sample and not grad.is_sparse:
-            values = sample.view(grad.dtype)
+            values = sample.view(grad.dtype.to_real())
             if not torch.equal((values + values).view(torch.uint8), sample):
                 self.wants_sample.clear()
 
@@ -148,6 +149,7 @@ class GradientGuard:
         if self._on_host or number < _FIRST_STEPS or number % _EVERY_STEPS == 0:
             stride = max(1, len(known) // _SAMPLED_GRADIENTS)
             self.samples.update(dict.fromkeys((*known[number % stride :: stride], *self._new)))
+        if self._on_host:
             self.wants_sample.append(None)
 
 

@@ -22,7 +22,7 @@ import pytest
 from mpi4py import MPI
 
 import wfbp
-from wfbp.comm import waiting
+from tests.support.cores import leave_cores
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Group, Plan
@@ -91,11 +91,6 @@ def freeze_imports() -> None:
         importlib.import_module("torch._dynamo")
     gc.freeze()
     gc.enable()
-
-
-def leave_cores() -> None:
-    """Wait for other ranks without keeping a core for long: two jobs share the cores."""
-    waiting.SPIN_S = 5e-5
 
 
 class Checks:

@@ -200,8 +200,8 @@ def test_unscaling_is_noticed_by_the_only_gradient_that_it_changes(
         if step < 19:
             guard.check(params)
             guard.clear()
-    for param in params:
-        assert param.grad is not None
-        param.grad.data.mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"the gradient of p\d+ was changed in place"):
+    grad = params[70].grad
+    assert grad is not None
+    grad.data.mul_(0.5)
+    with pytest.raises(RuntimeError, match="the gradient of p70 was changed in place"):
         guard.check(params)

@@ -19,8 +19,9 @@ import torch
 
 import wfbp
 import wfbp.torch
-from tests.parallel.programs.harness import freeze_imports, leave_cores
+from tests.parallel.programs.harness import freeze_imports
 from tests.parallel.programs.torch import further_optimizers
+from tests.support.cores import leave_cores
 from wfbp.config import Config
 
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ import torch
 
 import wfbp.jax
 import wfbp.torch as hvd
-from tests.parallel.programs.harness import leave_cores
+from tests.support.cores import leave_cores
 from tests.support.hosts import as_on_hosts, in_rows
 from wfbp import GradientReducer, allreduce
 from wfbp.config import SCHEDULES, read_environment
