@@ -24,6 +24,9 @@ FOLDER = "TESTS_SHARED_FOLDER"
 SESSION = "TESTS_SESSION"
 """The session's first process, which removes the folder at its end."""
 
+UNFINISHED_ENTRY = "Error reading persistent compilation cache"
+"""JAX warns so, and compiles a program itself, while another process writes it into the cache."""
+
 
 def session_folder() -> Path | None:
     """The folder of this test session; None in a process that no session started."""
