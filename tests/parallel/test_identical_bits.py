@@ -58,7 +58,7 @@ def test_eight_ranks() -> None:
 
 
 def test_hosts_with_several_ranks() -> None:
-    """They have an order of their own, the same for every schedule."""
+    """They add in another order, which is the same for every schedule."""
     apart = bits(5, hosts=(3, 2))
     assert apart["parameters"] != bits(5)["parameters"]
     assert bits(5, env=IN_ORDER, hosts=(3, 2)) == bits(5)

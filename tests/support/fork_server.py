@@ -35,7 +35,7 @@ PRELOADED = {
     "jax": ("jax", "jax.numpy", "optax", "pytest"),
     "torch and jax": ("torch", "torch._dynamo", "jax", "jax.numpy"),
 }
-"""What servers import, by kind."""
+"""Modules that servers import, by kind."""
 
 NUM_SERVERS = 2
 """Of each kind; ``forked_rank.py`` knows it."""

@@ -18,7 +18,7 @@ log = logging.getLogger("wfbp")
 
 
 def in_use(runtime: Runtime | None = None) -> list[gradient_sync.OptimizerSync]:
-    """Those that have not let their parameters go, in the order of making."""
+    """Distributed optimizers that still exchange gradients, in the order they were made."""
     syncs = [sync for sync in set(gradient_sync.owners.values()) if runtime in (None, sync.runtime)]
     return sorted((s for s in syncs if not s.has_left), key=lambda sync: sync.made)
 

@@ -144,13 +144,11 @@ class GradientGuard:
         """Have gradients sampled that are spread over all, and so over the groups; and new ones,
         because a step may have no others."""
         self.samples.clear()
-        self.wants_sample.clear()
+        self.wants_sample[:] = [None] if self._on_host else []
         number, known = self._num_steps, self._known
         if self._on_host or number < _FIRST_STEPS or number % _EVERY_STEPS == 0:
             stride = max(1, len(known) // _SAMPLED_GRADIENTS)
             self.samples.update(dict.fromkeys((*known[number % stride :: stride], *self._new)))
-        if self._on_host:
-            self.wants_sample.append(None)
 
 
 def _sample(grad: torch.Tensor) -> torch.Tensor:
