@@ -36,7 +36,8 @@ class Collectives:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._lock = threading.RLock()  # protects the names
-        self._names: set[tuple[int, str]] = set()  # of pending operations, by process set
+        self._names: dict[tuple[int, str], NamedOperation[Any]] = {}
+        """The last operation of each process set and name that no handle has ended."""
         self._handles: dict[int, tuple[Sequence[NamedOperation[Any]], bool]] = {}  # is it a group?
         self._unnamed: dict[tuple[int, str], Iterator[int]] = {}
         self._num_joins = 0
@@ -79,9 +80,14 @@ class Collectives:
             del self.lanes[number]
             lane.runtime.close(lane.close)
 
+    def _is_pending(self, key: tuple[int, str]) -> bool:
+        """Whether a name is taken: until its operation is complete on this rank. Under the lock."""
+        operation = self._names.get(key)
+        return operation is not None and not operation.reply.answered
+
     def _check_idle(self, number: int) -> None:
         with self._lock:
-            pending = sorted(name for owner, name in self._names if owner == number)
+            pending = sorted(k[1] for k in self._names if k[0] == number and self._is_pending(k))
         if pending:
             raise ValueError(
                 f"operations of process set {number} are pending: {', '.join(pending[:5])}. "
@@ -118,13 +124,13 @@ class Collectives:
                 operation.request = self._named(operation)
             keys = [(each.process_set, each.request.name) for each in operations]
             for operation, key in zip(operations, keys, strict=True):
-                if key in self._names:
+                if self._is_pending(key):
                     raise ValueError(
                         f"{operation.request.kind.value}: an operation of the name {key[1]!r} is "
                         "pending on this rank; synchronize() its handle first, or choose another "
                         "name"
                     )
-            self._names.update(keys)
+            self._names.update(zip(keys, operations, strict=True))
             handle: Handle[Any] = Handle(next(_numbers))
             self._handles[handle] = operations, is_group
 
@@ -177,6 +183,7 @@ class Collectives:
         first_error: WfbpError | None = None
         for operation in operations:  # wait for all, so that every name is free again
             request = operation.request
+            key = operation.process_set, request.name
             try:
                 reply = operation.reply
                 outcomes.append(self._runtime.thread.await_reply(reply, request.label))
@@ -184,7 +191,8 @@ class Collectives:
                 first_error = first_error or error
             finally:
                 with self._lock:
-                    self._names.discard((operation.process_set, request.name))
+                    if self._names.get(key) is operation:  # else a later one has the name
+                        del self._names[key]
         if first_error is not None:
             raise first_error
         finished = [each.finish(o) for each, o in zip(operations, outcomes, strict=True)]
