@@ -1,8 +1,8 @@
 """Builds the C++ extensions.
 
 ``wfbp._native`` is required. ``wfbp._jax_ffi`` is built if jaxlib, whose headers it needs, can be
-imported (in isolated builds it is a build requirement). The module serves that version of jaxlib
-only; for others its source comes with the package and is compiled at first use.
+imported, as in an environment with JAX under ``--no-build-isolation``. The module serves that
+version of jaxlib only; for others its source comes with the package and is compiled at first use.
 
 The description on a package index is README.md, whose links to files become links to the
 repository, or mere text as long as that has no address. Everything else about the package is in
