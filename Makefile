@@ -5,6 +5,7 @@ VENV := .venv
 OPENMPI := .venv-openmpi
 BIN := $(VENV)/bin
 EXTRAS := mpich,torch,jax,examples,docs,release,dev
+DEMO_EXTRAS := mpich,torch,report
 INTEGRATIONS := lightning,huggingface,ray
 CONSTRAINTS := constraints.txt
 
@@ -57,12 +58,12 @@ $(INSTALLED): $(SOURCES)
 	@$(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $@
 
-# The demo needs none of the tools for development.
+# The demo needs none of the tools for development; its page needs Plotly (`report`).
 $(DEMO_INSTALLED): $(SOURCES)
 	@$(MAKE_VENV)
-	@echo "Installing wfbp[mpich,torch] into $(VENV)"
+	@echo "Installing wfbp[$(DEMO_EXTRAS)] into $(VENV)"
 	@$(PIP_INSTALL) setuptools wheel pybind11
-	@$(PIP_INSTALL) --no-build-isolation -e ".[mpich,torch]"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[$(DEMO_EXTRAS)]"
 	@touch $@
 
 # Only Open MPI itself is installed here: all else is taken from the first environment, so that

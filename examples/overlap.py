@@ -11,6 +11,7 @@ which sends gradients during backward and parameters during the next forward.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -377,8 +378,11 @@ def main() -> None:
         table.add_row(*row)
     console.print(table)
     (folder / "demo.html").write_text(page(runs, where))
-    report = [sys.executable, "-m", "wfbp", "report", str(folder)]
-    subprocess.run(report, check=True, stdout=subprocess.DEVNULL)
+    if importlib.util.find_spec("plotly") is None:
+        console.print('For the report that the page links: pip install "wfbp[report]"')
+    else:
+        report = [sys.executable, "-m", "wfbp", "report", str(folder)]
+        subprocess.run(report, check=True, stdout=subprocess.DEVNULL)
     console.print(f"As a page: {folder / 'demo.html'}")
 
 

@@ -30,7 +30,7 @@ def commands_of_the_demo(environment: Path) -> str:
 
 def test_the_demo_installs_no_tools_for_development(tmp_path: Path) -> None:
     lines = commands_of_the_demo(tmp_path).splitlines()
-    assert any(line.endswith(' -e ".[mpich,torch]"') for line in lines)
+    assert any(line.endswith(' -e ".[mpich,torch,report]"') for line in lines)
     assert lines[-1] == f"{tmp_path}/bin/python examples/overlap.py"
     (tmp_path / ".installed").touch()  # all is there
     assert commands_of_the_demo(tmp_path).splitlines() == lines[-1:]
