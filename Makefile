@@ -34,7 +34,7 @@ OPENMPI_INSTALLED := $(OPENMPI)/.installed
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-openmpi install-system install-integrations test-integrations demo gpt digits test test-quick test-long lint format type pytest docs wheel wheels clean clean-venv
+.PHONY: help install install-openmpi install-system install-integrations test-integrations demo gpt digits test test-quick test-long test-outside test-versions lint format type pytest docs wheel wheels clean clean-venv
 
 help:
 	@echo "make demo      a small GPT over a slow link, by PyTorch's DDP and by wfbp"
@@ -42,6 +42,8 @@ help:
 	@echo "make test      linter, formatter check, type check and all tests"
 	@echo "make test-quick    linter, and the tests without most MPI jobs: for every save"
 	@echo "make test-long     programs under more schedules and numbers of ranks than make test has"
+	@echo "make test-outside  Horovod's and PyTorch's own tests: HOROVOD=folder of its repository"
+	@echo "make test-versions     the quick tests under other versions; ROWS=..., see tests/versions.py"
 	@echo "make lint | type | pytest | format     one of them"
 	@echo "make bench-peers | bench-pack | bench-comm | bench-training | bench-replay | bench-plan | bench-hooks"
 	@echo "make install-system       a browser and Slurm by apt, where it can be, for the tests with them"
@@ -128,6 +130,14 @@ test-quick: lint
 # Further combinations of MPI library, ranks and schedule than `make test` takes samples of.
 test-long: install install-openmpi
 	$(PYTEST) -m long
+
+# What others check: before each release. HOROVOD: a clone of Horovod's repository at v0.28.1.
+test-outside: install install-openmpi
+	$(BIN)/python -m tests.outside $(if $(HOROVOD),--horovod $(HOROVOD))
+
+# Other versions of Python, PyTorch, JAX and MPI, each in a clone with environments of its own.
+test-versions: install
+	$(BIN)/python -m tests.versions $(if $(ROWS),--rows $(ROWS))
 
 # -E: every page anew, so that a name that has gone is noticed on the pages that refer to it.
 docs: install

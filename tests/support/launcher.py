@@ -27,6 +27,8 @@ OPENMPI_ENVIRONMENT = {
     # More ranks than cores, and none of them bound to one.
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # the same for Open MPI 4
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
 
 KILLED = {"mpich": signal.SIGKILL, "openmpi": 128 + signal.SIGKILL}

@@ -1,0 +1,1 @@
+"""Suites and programs of others, and programs written as theirs are."""

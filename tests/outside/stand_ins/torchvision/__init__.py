@@ -1,0 +1,1 @@
+"""Data sets, transforms and a model by torchvision's names: small, and made up."""
