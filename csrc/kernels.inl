@@ -96,10 +96,10 @@ struct Plain {
   }
 };
 
-// Integers in 64 bits, in which the sum for an average does not overflow.
+// Integers in twice as many bits or more, in which the sum for an average does not overflow.
 template <class T>
 struct Wide {
-  using Value = std::int64_t;
+  __extension__ using Value = std::conditional_t<sizeof(T) == 8, __int128, std::int64_t>;
   static constexpr std::size_t kItem = sizeof(T);
   WFBP_TARGET static void load(const std::uint8_t* from, Value* block, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) {
@@ -122,7 +122,7 @@ WFBP_TARGET void divide(T* block, std::size_t count, double divisor) {
   if (divisor == 1.0) return;
   const T by = static_cast<T>(divisor);
   int exponent = 0;
-  if (!std::is_integral<T>::value && std::frexp(divisor, &exponent) == 0.5 &&
+  if (std::is_floating_point<T>::value && std::frexp(divisor, &exponent) == 0.5 &&
       std::abs(exponent) < 64) {
     const T factor = static_cast<T>(1.0 / divisor);
     for (std::size_t i = 0; i < count; ++i) block[i] *= factor;

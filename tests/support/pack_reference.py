@@ -164,10 +164,12 @@ def reduce_shards(
             total = _combined(wide, COMBINE[op], divisor)
             out.view(np.uint16)[:] = _from_float(total, dtype)
         elif divisor != 1.0 and dtype not in FLOATS:
-            sums = _combined((row.view(dtype).astype(np.int64) for row in rows), np.add, 1.0)
-            # numpy's // rounds down; the remainder of fmod has the sign of the dividend.
-            sums -= np.fmod(sums, int(divisor))
-            np.copyto(out.view(dtype), sums // int(divisor), casting="unsafe")
+            # Python's numbers do not overflow.
+            sums = _combined((row.view(dtype).astype(object) for row in rows), np.add, 1.0)
+            # // rounds down, but averages are truncated toward zero.
+            quotients = np.sign(sums) * (abs(sums) // int(divisor))
+            wrapped = (quotients + 2**63) % 2**64 - 2**63
+            np.copyto(out.view(dtype), wrapped.astype(np.int64), casting="unsafe")
         else:
             rows = [row.view(dtype) for row in rows]
             rows[0] = rows[0].copy()  # what comes later may lie in ``out``

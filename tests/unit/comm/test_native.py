@@ -447,9 +447,9 @@ def test_reduce_is_what_numpy_gives_in_order(
     with np.errstate(all="ignore"):
         if dtype not in FLOATS and divisor != 1.0:
             exact = sum(shard.astype(object) for shard in shards)
-            wrapped = [(int(v) + 2**63) % 2**64 - 2**63 for v in exact]  # in 64 bits
-            quotients = [abs(v) // int(divisor) * (1 if v >= 0 else -1) for v in wrapped]
-            expected = np.array(quotients, np.int64).astype(dtype)
+            quotients = [int(abs(v) // int(divisor) * (1 if v >= 0 else -1)) for v in exact]
+            wrapped = [(v + 2**63) % 2**64 - 2**63 for v in quotients]  # a divisor may be too small
+            expected = np.array(wrapped, np.int64).astype(dtype)
         else:
             expected = shards[0].copy()
             for shard in shards[1:]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import Buffer
+from wfbp.comm.arrays import INTEGER, Buffer
 from wfbp.core.types import ITEM_BYTES, Op
+from wfbp.runtime.collectives.coordinator import Request
 
 _FURTHER = {"complex64": 8, "complex128": 16, "int8": 1, "int16": 2, "bool": 1}
 ITEM: dict[str, int] = ITEM_BYTES | _FURTHER
@@ -27,14 +28,15 @@ def scale(data: Buffer, dtype: str, factor: float) -> None:
             data[:] = np.trunc(data * np.float64(factor)).astype(data.dtype)
 
 
-def reducible(data: Buffer, dtype: str, op: Op) -> tuple[Buffer, str, Op]:
+def reducible(data: Buffer, request: Request) -> tuple[Buffer, str, Op]:
     """A buffer that a backend can reduce instead, its type, and the operation."""
-    kind = _CARRIED_AS.get(dtype)
-    if kind is None:
-        return data, dtype, op
+    dtype, op = request.dtype, Op(request.op)
+    kind = _CARRIED_AS.get(dtype, dtype)
     if dtype == "bool":  # true where any is, or where all are
         return data.view(np.uint8), kind, Op.MAX if op is Op.SUM else op
-    return data.astype(kind), kind, op
+    if kind in INTEGER and (request.prescale, request.postscale) != (1.0, 1.0):
+        kind = "int64"  # only the scaled result has to fit
+    return (data if kind == dtype else data.astype(kind)), kind, op
 
 
 def equal_rows(num_rows: int, size: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from wfbp.comm.arrays import Buffer, word_dtype
 from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox, Work
-from wfbp.core.types import Op, real_dtype
+from wfbp.core.types import real_dtype
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, equal_rows, reducible, scale
 from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
@@ -238,23 +238,22 @@ class NamedLane(LaneProtocol):
         """Start a reduction; ``counts`` are each rank's bytes of a reduce-scatter."""
         request = request._replace(dtype=real_dtype(request.dtype))
         parts = [part.view(word_dtype(request.dtype)) for part in parts]
-        for part in parts:
-            scale(part, request.dtype, request.prescale)
         if request.kind is Kind.ALLREDUCE:
             return self._reduce(parts, request)
         return self._scatter(parts[0], request, counts)
 
     def _reduce(self, parts: Sequence[Buffer], request: Request) -> Begun:
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        buffer, dtype, op = reducible(whole, request.dtype, Op(request.op))
+        buffer, dtype, op = reducible(whole, request)
+        scale(buffer, dtype, request.prescale)
         if self._data.copies_segments(buffer):
             # Backends send fusion buffers differently, and other ranks may pass other memory.
             buffer = buffer.copy()
 
         def results() -> list[Buffer]:
+            scale(buffer, dtype, request.postscale)
             if buffer is not whole:
                 np.copyto(whole, buffer, casting="unsafe")
-            scale(whole, request.dtype, request.postscale)
             end = 0
             for part in parts:
                 start, end = end, end + part.size
@@ -265,15 +264,16 @@ class NamedLane(LaneProtocol):
         return self._data.all_reduce(buffer, dtype, op), results
 
     def _scatter(self, data: Buffer, request: Request, counts: Sequence[int]) -> Begun:
-        buffer, dtype, op = reducible(data, request.dtype, Op(request.op))
+        buffer, dtype, op = reducible(data, request)
+        scale(buffer, dtype, request.prescale)
         numels = [count // data.itemsize for count in counts]
         start = sum(numels[: self._data.rank])
         mine = slice(start, start + numels[self._data.rank])
 
         def results() -> list[Buffer]:
-            result = buffer[mine].astype(data.dtype)
-            scale(result, request.dtype, request.postscale)
-            return [result]
+            result = buffer[mine]
+            scale(result, dtype, request.postscale)
+            return [result.astype(data.dtype)]
 
         sent = [numel * buffer.itemsize for numel in numels]
         return self._data.reduce_scatter(buffer, sent, dtype, op), results

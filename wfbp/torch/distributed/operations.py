@@ -51,6 +51,7 @@ def reduction(dtype: torch.dtype, op: str, size: int) -> Reduction:
     if dtype is torch.bool and op in ("AVG", "PREMUL_SUM"):
         raise ValueError(refused)  # the result has another type
     native, combine = _REDUCTIONS[op]
+    is_mean_of_integers = native is Op.AVERAGE and not (dtype.is_floating_point or dtype.is_complex)
     if dtype.is_complex and native in (Op.SUM, Op.AVERAGE):
         dtype = dtype.to_real()
     if native is not None and NAMES.get(dtype) in ITEM_BYTES:
@@ -59,9 +60,11 @@ def reduction(dtype: torch.dtype, op: str, size: int) -> Reduction:
     def function(shards: Sequence[Buffer], out: Buffer) -> None:
         # Copies: those of other ranks are read-only, which PyTorch does not support.
         values = [torch.from_numpy(np.array(shard)).view(dtype) for shard in shards]
+        if is_mean_of_integers:  # their own type may not hold the sum
+            values = [value.to(torch.int64) for value in values]
         result = functools.reduce(combine, values)
         if native is Op.AVERAGE:
-            result = torch.div(result, size, rounding_mode="trunc")
+            result = torch.div(result, size, rounding_mode="trunc").to(dtype)
         out[:] = raw(result)
 
     try:  # PyTorch decides

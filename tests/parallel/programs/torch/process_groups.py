@@ -149,6 +149,45 @@ def all_reductions(rank: int, size: int) -> None:
 
 
 @grouped
+def averages_of_integers(rank: int, size: int) -> None:
+    """Sums that the type cannot hold, of values that it can; truncated toward zero."""
+    for dtype in INTEGERS:
+        limits = torch.iinfo(dtype)
+        for value in (limits.max, limits.min, limits.max - 1):
+            for numel in (3, LARGE if dtype is torch.int8 else 5000):
+                tensor = torch.full((numel,), value, dtype=dtype)
+                dist.all_reduce(tensor, ReduceOp.AVG)
+                assert tensor.eq(value).all(), (dtype, value, tensor)
+            root = size - 1
+            dist.reduce(tensor, root, ReduceOp.AVG)
+            assert tensor.eq(value).all(), (dtype, value, tensor)
+            dist.group.WORLD.allreduce_coalesced([tensor], ReduceOp.AVG).wait()
+            assert tensor.eq(value).all(), (dtype, value, tensor)
+            output, whole = torch.empty(4, dtype=dtype), torch.full((4 * size,), value, dtype=dtype)
+            dist.reduce_scatter_single(output, whole, ReduceOp.AVG)
+            assert output.eq(value).all(), (dtype, value, output)
+            found = wfbp.torch.allreduce(whole, f"mean of {dtype}")
+            assert found.eq(value).all(), (dtype, value, found)
+            found = wfbp.torch.reducescatter(whole, f"means of {dtype}")
+            assert found.eq(value).all(), (dtype, value, found)
+            if dtype is torch.int64:
+                continue
+            for before, after in ((1.0, 1 / size), (2.0, 1 / (2 * size))):
+                found = wfbp.torch.allreduce(
+                    whole,
+                    f"sum of {dtype}",
+                    op=wfbp.torch.Sum,
+                    prescale_factor=before,
+                    postscale_factor=after,
+                )
+                assert found.to(torch.int64).sub(value).abs().le(1).all(), (dtype, value, found)
+        if limits.min < 0:
+            tensor = torch.full((3,), limits.min + 1 - rank // (size - 1), dtype=dtype)
+            dist.all_reduce(tensor, ReduceOp.AVG)
+            assert tensor.eq(limits.min + 1).all(), tensor
+
+
+@grouped
 def memory_of_any_layout(rank: int, size: int) -> None:
     total = sum(range(1, size + 1))
     whole = torch.ones(6, 4) * (rank + 1)
