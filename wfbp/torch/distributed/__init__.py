@@ -17,7 +17,8 @@ Example:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -40,6 +41,7 @@ def register() -> None:
     # PyTorch offers these two for a fixed list of backends.
     _extend("monitored_barrier", "group", ProcessGroup.monitored_barrier)
     _extend("split_group", "parent_pg", ProcessGroup.split)
+    _end_coalescing_after_errors()
 
 
 def _extend(name: str, key: str, own: Callable[..., Any]) -> None:
@@ -56,6 +58,27 @@ def _extend(name: str, key: str, own: Callable[..., Any]) -> None:
 
     setattr(distributed_c10d, name, function)
     setattr(dist, name, function)
+
+
+def _end_coalescing_after_errors() -> None:
+    """After an exception in ``_coalescing_manager`` PyTorch would go on to collect operations, and
+    never begin them."""
+    of_torch = distributed_c10d._coalescing_manager
+
+    @functools.wraps(of_torch)
+    @contextmanager
+    def manager(group: Any = None, *args: Any, **options: Any) -> Iterator[Any]:
+        group = group or distributed_c10d._get_default_group()
+        with of_torch(group, *args, **options) as collected:
+            try:
+                yield collected
+            except BaseException:
+                if isinstance(group, ProcessGroup):
+                    distributed_c10d._world.pg_coalesce_state.pop(group, None)
+                    group.abandon_coalescing()
+                raise
+
+    distributed_c10d._coalescing_manager = dist._coalescing_manager = manager
 
 
 register()

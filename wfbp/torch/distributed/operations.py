@@ -8,7 +8,6 @@ PyTorch's names.
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -22,6 +21,7 @@ from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.exchange import Exchange, Reduction
 from wfbp.core.types import ITEM_BYTES, Op
+from wfbp.errors import DisagreementError
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.torch.distributed.work import GroupWork
 from wfbp.torch.tensors import NAMES, raw
@@ -198,24 +198,46 @@ def all_reduce(call: GroupCollective, tensor: Tensor) -> None:
 
 
 def _all_reduce_sparse(call: GroupCollective, tensor: Tensor) -> None:
-    """Every rank adds the values of all ranks."""
+    """Every rank adds the values of all ranks; halves in float32."""
     if call.op != "SUM":
         raise ValueError(f"{call.op} of a sparse tensor; expected SUM")
-    backend, deliveries, file = call.exchange.backend, call.deliveries, io.BytesIO()
-    torch.save(tensor.detach().coalesce(), file)
+    backend, own = call.exchange.backend, tensor.detach().coalesce()
+    places, values = own.indices(), own.values()
+    dtype, row = values.dtype, values.shape[1:]
 
-    def begin(_: int) -> Work[list[bytes]]:
-        gathered = backend.all_gather_bytes(file.getvalue())
+    def begin(mark: int) -> Work[list[bytes]]:
+        head, data = np.array([mark, own._nnz()]), (places.contiguous(), values.contiguous())
+        letter = b"".join(part.tobytes() for part in (head, *map(raw, data)))
+        gathered = backend.all_gather_bytes(letter)
+
+        def read(letter: bytes) -> tuple[Tensor, Tensor]:
+            found, count = np.frombuffer(letter, np.int64, 2).tolist()
+            if found != mark:  # what follows would be misread
+                raise DisagreementError(
+                    f"rank {call.rank} of the group: ranks called different operations, here "
+                    f"{call.text}; every rank must pass a sparse tensor of the same element type, "
+                    "shape and number of sparse dimensions"
+                )
+            place = torch.empty(len(places), count, dtype=torch.int64)
+            value = torch.empty(count, *row, dtype=dtype)
+            start, end = 16, 16 + place.nbytes
+            raw(place)[:] = np.frombuffer(letter[start:end], np.uint8)
+            raw(value)[:] = np.frombuffer(letter[end:], np.uint8)
+            return place, value
 
         def add() -> None:
-            addends = (torch.load(io.BytesIO(payload)) for payload in gathered.result)
+            where, what = zip(*map(read, gathered.result), strict=True)
+            wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+            summed = torch.sparse_coo_tensor(
+                torch.cat(where, 1), torch.cat(what).to(wide), tensor.shape, check_invariants=True
+            )
             with torch.no_grad():
-                tensor.copy_(functools.reduce(torch.add, addends).coalesce())
+                tensor.copy_(summed.coalesce().to(dtype))
 
-        deliveries.append(add)
+        call.deliveries.append(add)
         return gathered
 
-    call.run(f"sparse {tensor.dtype}{list(tensor.shape)}", begin)
+    call.run(f"sparse {dtype}{list(tensor.shape)}, {len(places)} sparse dimensions", begin)
 
 
 def reduce(call: GroupCollective, tensor: Tensor) -> None:

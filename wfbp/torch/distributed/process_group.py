@@ -197,6 +197,13 @@ class ProcessGroup(dist.ProcessGroup):
         work.complete()
         return work
 
+    def abandon_coalescing(self) -> None:
+        """Begin no whole of the operations since the start; those that have begun go on."""
+        self._coalesced = None
+        for group in self._others.values():
+            if isinstance(group, ProcessGroup):
+                group.abandon_coalescing()
+
     def allgather_coalesced(self, outputs: Any, inputs: Any, *options: Any) -> Any:
         """Gather several tensors; ``outputs`` has a list for each rank."""
         return self.allgather(
