@@ -13,6 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+MOST_RANKS = 2**24
+"""More ranks than any machine has."""
+
+
+def count(place: str, text: str, most: int = MOST_RANKS) -> int:
+    """A number from outside, up to ``most``; ``ValueError`` names its place."""
+    # By length first: int() raises an error of its own above 4,300 digits.
+    if not text.isdecimal() or len(text) > 20 or int(text) > most:
+        raise ValueError(f"{place}: expected a number of at most {most}, found {text[:40]!r}")
+    return int(text)
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -22,8 +33,11 @@ class Host:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?", self.name):
             raise ValueError(f"{self.name!r} is not a host name")
-        if self.slots < 1:
-            raise ValueError(f"host {self.name} has {self.slots} slots; expected at least 1")
+        if not 1 <= self.slots <= MOST_RANKS:
+            raise ValueError(
+                f"host {self.name} has {self.slots} slots; expected at least 1 and at most "
+                f"{MOST_RANKS}"
+            )
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"
@@ -66,13 +80,13 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """Hosts of ``-H a:4,b:4``; slots of repeated hosts add up. ``ValueError`` for other texts."""
     slots = Counter[str]()
     for part in map(str.strip, text.split(",")):
-        name, colon, count = part.rpartition(":")
+        name, colon, number = part.rpartition(":")
         if not colon:
-            name, count = part, "1"
-        if not count.isdecimal() or not name:
+            name, number = part, "1"
+        if not number.isdecimal() or not name:
             raise ValueError(f"{part!r} in {text!r} is not HOST or HOST:SLOTS")
-        slots[name] += Host(name, int(count)).slots
-    return tuple(Host(name, count) for name, count in slots.items())
+        slots[name] += Host(name, count(f"slots of {name}", number)).slots
+    return tuple(Host(name, number) for name, number in slots.items())
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
@@ -83,11 +97,12 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         raise ValueError(f"{path} is no text file: it should name a host in each line") from None
     parts: list[str] = []
     for number, line in enumerate(lines, 1):
-        name, _, rest = line.partition("#")[0].strip().partition(" ")
+        name, rest = [*line.partition("#")[0].split(maxsplit=1), "", ""][:2]
         if not name:
             continue
         try:
-            slots = re.search(r"\bslots\s*=\s*(\S+)", rest) or re.match(r"\s*(\d+)(?:\s|$)", rest)
+            # A word of its own: Open MPI's `max-slots=8` is another number.
+            slots = re.search(r"(?<!\S)slots\s*=\s*(\S+)", rest) or re.match(r"(\d+)(?!\S)", rest)
             if rest and not slots:
                 raise ValueError(f"{rest.strip()!r} is not slots=N")
             parts += map(str, parse_hosts(f"{name}:{slots[1]}" if slots else name))
@@ -112,14 +127,18 @@ def allocation(environment: Mapping[str, str]) -> tuple[str, tuple[Host, ...]]:
     return "", ()
 
 
+_MOST_NODES = 2**20
+
+
 def expand_counts(text: str) -> list[int]:
     """Slurm's tasks per node: "4(x2),3" is [4, 4, 3]."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ValueError(f"{text!r} is not a list of Slurm's tasks per node")
-        counts += [int(match[1])] * int(match[2] or 1)
+        if match is None or len(counts) > _MOST_NODES:
+            raise ValueError(f"{text[:40]!r} is not a list of Slurm's tasks per node")
+        place = f"tasks per node in {text[:40]!r}"
+        counts += [count(place, match[1])] * count(place, match[2] or "1", _MOST_NODES)
     return counts
 
 

@@ -56,8 +56,24 @@ class TestHosts:
         assert read_hostfile(file) == (Host("a", 4), Host("b", 2), Host("c", 2))
 
     @pytest.mark.parametrize(
+        "line",
+        [
+            "a max-slots=4 slots=2",
+            "a slots=2 max-slots=4",
+            "a max_slots=4\tslots = 2",
+            "a\tslots=2",
+        ],
+    )
+    def test_slots_are_not_their_maximum(self, tmp_path: Path, line: str) -> None:
+        file = tmp_path / "hosts"
+        file.write_text(f"{line}\n")
+        assert read_hostfile(file) == (Host("a", 2),)
+
+    @pytest.mark.parametrize(
         ("text", "message"),
         [
+            ("a max-slots=4\n", "line 1: 'max-slots=4' is not slots=N"),
+            (f"a slots={'9' * 400}\n", "hosts, line 1: slots of a: expected a number of at most"),
             ("a\nb slots=x\n", "hosts, line 2"),
             ("a nonsense\n", "line 1"),
             ("# nobody\n", "no host"),
@@ -97,10 +113,12 @@ class TestAllocations:
         [
             {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2,2"},
             {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "two"},
+            {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": f"2(x{'9' * 12})"},
+            {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "9" * 5000},
         ],
     )
     def test_what_cannot_be_read_is_said(self, granted: dict[str, str]) -> None:
-        with pytest.raises(ValueError, match=r"node|Slurm"):
+        with pytest.raises(ValueError, match=r"node|Slurm|slots"):
             allocation(granted)
 
     def test_pbs_lsf_and_grid_engine(self, tmp_path: Path) -> None:
@@ -210,6 +228,7 @@ class TestRanks:
         assert rank.local_size(told) == 3
         assert rank.local_size(told | {"SLURM_NODEID": "1"}) == 4
         assert rank.local_size({}) is None
+        assert rank.number(("PMI_RANK",), {"PMI_RANK": "9" * 5000}) is None
 
     def test_one_gpu_of_those_that_are_visible(self) -> None:
         place = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
@@ -388,5 +407,9 @@ class TestMistakes:
             assert_refused(wfbp("run", "-n", 2, "-m", name), f"-m {name}: expected the name of")
 
     def test_numbers(self) -> None:
+        assert_refused(wfbp("run", "-n", "9" * 30, "true"), "is not in the range 1<=x<=16777216")
+        assert_refused(
+            wfbp("run", "-H", f"a:{'9' * 5000}", "true"), "slots of a: expected a number"
+        )
         assert_refused(wfbp("run", "-n", "two", "true"), "'two' is not a valid integer range.")
         assert_refused(wfbp("run", "--wait", "a", "true"), "'a' is not a valid float range.")
