@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from fractions import Fraction
 from typing import Any
 
 from wfbp.core.checks import one_of
@@ -72,13 +72,19 @@ class Config:
     exchange_alone: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value, most = getattr(self, name), _MOST.get(name, sys.float_info.max)
+        for name, (least, most) in _LIMITS.items():
+            value = getattr(self, name)
             if not least <= value <= most:  # nor is nan
-                limits = f"at least {least} and " + (
-                    f"at most {most:.0e}" if name in _MOST else "not infinite"
+                raise ValueError(
+                    f"{name} is {str(value)[:_SHOWN]}; expected a number of at least {least} and "
+                    f"at most {most:g}"
                 )
-                raise ValueError(f"{name} is {value!r}; expected a number of {limits}")
+        first, last = self.record_steps
+        if not 0 <= first <= last <= _MOST_STEPS:
+            raise ValueError(
+                f"record_steps is {first}-{last}; expected two steps from 0 to {_MOST_STEPS}, the "
+                "first one first"
+            )
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("log_level", self.log_level, LOG_LEVELS)
 
@@ -116,7 +122,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> tuple[Conf
             Config(**{field.name: value})
             values[field.name] = value
         except ValueError as error:
-            problems.append(f"{name}={source[name]!r}: {problem or error}; correct or unset it")
+            text = source[name][:_SHOWN]
+            problems.append(f"{name}={text!r}: {problem or error}; correct or unset it")
     return Config(**values), "; ".join(problems)
 
 
@@ -147,7 +154,7 @@ def num_bytes(text: str) -> int:
     number, prefix, unit = match.groups()
     # As usual in shells: K, M, G and KiB are powers of 1024, KB of 1000.
     base = 1000 if unit.lower() == "b" else 1024
-    return round(float(number) * float(base) ** " kmg".index(prefix.lower() or " "))
+    return round(Fraction(number) * Fraction(base) ** " kmg".index(prefix.lower() or " "))
 
 
 def _switch(text: str) -> bool:
@@ -177,19 +184,24 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-_LEAST = {
-    "threshold_bytes": 1,
-    "zero_copy_min_bytes": 1,
-    "warmup_steps": 1,
-    "profile_steps": 1,
-    "trial_steps": 1,
-    "replan_threshold": 0,
-    "summary_steps": 0,
-    "probe_budget_s": 0.0,
-    "stall_warning_s": 0.01,
-    "timeout_s": 0.01,
-    "abort_grace_s": 0.0,
+_MOST_STEPS = 10**12
+_BYTES = 1, 2**62  # as many as 64-bit integers count
+_STEPS = 1, _MOST_STEPS
+_SECONDS = 0.0, 1e9  # thirty years; the operating system's clocks end at ten times that
+_LIMITS: dict[str, tuple[float, float]] = {
+    "threshold_bytes": _BYTES,
+    "zero_copy_min_bytes": _BYTES,
+    "warmup_steps": _STEPS,
+    "profile_steps": _STEPS,
+    "trial_steps": _STEPS,
+    "replan_threshold": (0, 1e9),
+    "summary_steps": (0, _MOST_STEPS),
+    "probe_budget_s": _SECONDS,
+    "stall_warning_s": (0.01, 1e9),
+    "timeout_s": (0.01, 1e9),
+    "abort_grace_s": _SECONDS,
 }
+"""The least and the largest value of each number."""
 
-_MOST = {"timeout_s": 1e9, "abort_grace_s": 1e9}
-"""Thirty years; the operating system's clocks end at ten times that."""
+_SHOWN = 40
+"""Characters of a wrong value in a message."""

@@ -50,7 +50,11 @@ def test_other_variables_are_not_read() -> None:
         ("WFBP_TIMEOUT_S", "0", "at least"),
         ("WFBP_TIMEOUT_S", "1e10", r"at least 0.01 and at most 1e\+09"),
         ("WFBP_ABORT_GRACE_S", "inf", r"at least 0.0 and at most 1e\+09"),
-        ("WFBP_PROBE_BUDGET_S", "1e400", "at least 0.0 and not infinite"),
+        ("WFBP_PROBE_BUDGET_S", "1e400", r"at least 0.0 and at most 1e\+09"),
+        ("WFBP_THRESHOLD_BYTES", "9" * 40, r"9+; expected a number of .* at most 4.6\d*e\+18"),
+        ("WFBP_ZERO_COPY_MIN_BYTES", "8589934592G", "at most"),
+        ("WFBP_TRIAL_STEPS", "9" * 40, "at most"),
+        ("WFBP_RECORD_STEPS", f"0-{'9' * 20}", "two steps from 0 to"),
         ("WFBP_REPLAN_THRESHOLD", "-0.1", "at least 0"),
         ("WFBP_LOG_LEVEL", "loud", "warning"),
         ("WFBP_SCHEDULE", "foo", "schedule is 'foo'; expected one of auto, .*oasr"),
@@ -62,6 +66,20 @@ def test_other_variables_are_not_read() -> None:
 def test_what_cannot_be_read_names_the_variable(variable: str, text: str, told: str) -> None:
     with pytest.raises(ValueError, match=f"{variable}='{text}'.*{told}"):
         Config.from_environment({variable: text})
+
+
+@pytest.mark.parametrize("name", ["threshold_bytes", "trial_steps", "timeout_s", "record_steps"])
+def test_a_number_of_any_length_is_refused_in_a_short_line(name: str) -> None:
+    for digits in (400, 5000):  # int() refuses the second one itself
+        _, problem = read_environment({f"WFBP_{name.upper()}": "9" * digits})
+        assert problem.startswith(f"WFBP_{name.upper()}='99")
+        assert len(problem) < 250
+
+
+def test_sizes_are_exact_beyond_what_a_float_holds() -> None:
+    assert Config.from_environment({"WFBP_THRESHOLD_BYTES": str(2**60 + 1)}).threshold_bytes == (
+        2**60 + 1
+    )
 
 
 def test_all_that_cannot_be_read_is_told_with_the_remedy() -> None:

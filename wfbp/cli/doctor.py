@@ -30,6 +30,7 @@ from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program
 from wfbp.launcher.hosts import Host, allocation, interfaces, parse_hosts
 from wfbp.launcher.mpi import find_mpi, last_line, output, vendor_of
+from wfbp.launcher.rank import number
 
 SELF_TEST_S = 60.0
 SHM = Path("/dev/shm")
@@ -210,7 +211,7 @@ def _cores() -> Findings:
     if threads is None:
         text = "OMP_NUM_THREADS is not set: under plain mpirun each rank computes on all cores"
         yield NOTE, text, remedy
-    elif threads.isdecimal() and int(threads) * ranks > usable:
+    elif (number(("OMP_NUM_THREADS",), os.environ) or 0) * ranks > usable:
         each = f"{ranks} ranks of {threads} threads" if ranks > 1 else f"{threads} threads per rank"
         text = f"OMP_NUM_THREADS={threads}: {each} on {usable} cores: threads wait for each other"
         yield PROBLEM, text, f"unset it and {remedy}"

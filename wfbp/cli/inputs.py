@@ -15,6 +15,7 @@ from wfbp.core.checks import one_of, read_json, whole
 from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace
+from wfbp.launcher.hosts import MOST_RANKS
 
 if TYPE_CHECKING:
     from wfbp.cli.run_files import Run
@@ -103,7 +104,7 @@ def _costs_and_ranks(document: Any) -> tuple[Costs, int | None]:
     """The costs of a document, and the number of ranks that measured them, if it has that."""
     costs = Costs.from_json(document)
     num_ranks = document.get("num_ranks")
-    return costs, None if num_ranks is None else whole("num_ranks", num_ranks, 2)
+    return costs, None if num_ranks is None else whole("num_ranks", num_ranks, 2, MOST_RANKS)
 
 
 def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from wfbp.comm.backend import Backend
 
 LEAST_BYTES = 16
+MOST_BYTES = 2**40
 
 Curves = dict[Operation, PiecewiseCost]
 
@@ -32,9 +33,9 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
         nbytes = num_bytes(text)
     except ValueError:
         nbytes = 0
-    if nbytes < LEAST_BYTES:
+    if not LEAST_BYTES <= nbytes <= MOST_BYTES:
         raise click.BadParameter(
-            f"{text!r} is not a size of at least {LEAST_BYTES} bytes, such as 64K or 100M"
+            f"{text[:40]!r} is not a size of {LEAST_BYTES} bytes to 1 TiB, such as 64K or 100M"
         )
     return nbytes
 

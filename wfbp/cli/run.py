@@ -19,7 +19,14 @@ import click
 from wfbp.config import Config
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program, slurm_command
-from wfbp.launcher.hosts import MPI_HOSTFILE, Host, allocation, parse_hosts, read_hostfile
+from wfbp.launcher.hosts import (
+    MOST_RANKS,
+    MPI_HOSTFILE,
+    Host,
+    allocation,
+    parse_hosts,
+    read_hostfile,
+)
 from wfbp.launcher.mpi import find_library, find_mpi
 from wfbp.launcher.rank import REMEDY
 
@@ -34,7 +41,7 @@ CHECK_S = 10
     "-n",
     "-np",
     "--num-ranks",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MOST_RANKS),
     help="Number of ranks; by default all slots of the allocation or of the given hosts.",
 )
 @click.option("-H", "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
@@ -78,7 +85,7 @@ CHECK_S = 10
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(0.0),
+    type=click.FloatRange(0.0, 1e6),
     default=0.0,
     metavar="SECONDS",
     help="Seconds to wait for hosts that are still starting.",

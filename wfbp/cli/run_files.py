@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from wfbp.core.checks import check_format, instance, number, read_json, whole
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
+from wfbp.launcher.hosts import MOST_RANKS
 
 T = TypeVar("T")
 
@@ -23,6 +25,8 @@ FIGURES = (
     "kappa",
 )
 """The numbers of a recorded report; each may be null."""
+
+_MOST_LISTED = 16
 
 BELOW_BOUND = (
     "the run was faster than this bound, which rests on compute and network as measured at the "
@@ -59,9 +63,12 @@ class Run:
     @property
     def missing(self) -> list[str]:
         """A note of the ranks that left no file, if there are any."""
-        ranks = sorted(set(range(self.size)) - {run.rank for run in self.ranks})
-        listed = ", ".join(map(str, ranks))
-        return [f"{len(ranks)} of {self.size} ranks left no file here: {listed}."] if ranks else []
+        present = {run.rank for run in self.ranks}
+        if not (number := self.size - len(present)):
+            return []
+        ranks = list(islice((r for r in range(self.size) if r not in present), _MOST_LISTED))
+        listed = ", ".join(map(str, ranks)) + (" and others" if number > len(ranks) else "")
+        return [f"{number} of {self.size} ranks left no file here: {listed}."]
 
     def slowest(self, key: str) -> float | None:
         """The largest of the ranks' figures of that name; None if no rank has it."""
@@ -109,7 +116,7 @@ def _document(data: Any) -> tuple[str, int, RankRun]:
     from wfbp.runtime.recorder import FORMAT
 
     check_format("a recorded run", data, FORMAT)
-    size = whole("size", data.get("size"), 1)
+    size = whole("size", data.get("size"), 1, MOST_RANKS)
     rank = whole("rank", data.get("rank"), 0, size - 1)
     report = instance("report", data.get("report"), dict)
     about = instance("about", data.get("about", {}), dict)

@@ -12,11 +12,11 @@ from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, sch
 from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.cost import Costs
+from wfbp.launcher.hosts import MOST_RANKS
 from wfbp.sim.scaling import ALGORITHMS, Link, Node, control_s, link_of, scale
 from wfbp.sim.sweep import SweepRow, sweep
 
 DEFAULT_WORKERS = ",".join(str(2**k) for k in range(2, 12))
-MOST_WORKERS = 2**24
 HIERARCHICAL = "hierarchical"
 FAST = 10.0
 """How many times faster links within a host are than those between hosts, if nothing tells."""
@@ -24,7 +24,7 @@ FAST = 10.0
 
 def _counts(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
     """Numbers of workers, separated by commas, in increasing order."""
-    kind = click.IntRange(1, MOST_WORKERS)
+    kind = click.IntRange(1, MOST_RANKS)
     return sorted({kind(part, param, ctx) for part in text.split(",")})
 
 
@@ -48,14 +48,14 @@ def _counts(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
 @schedule_option(help="Schedules to compare.")
 @click.option(
     "--measured-on",
-    type=click.IntRange(2, MOST_WORKERS),
+    type=click.IntRange(2, MOST_RANKS),
     help="Number of workers that COST was measured on  [default: those of the run or the "
     "example; else 2].",
 )
 @click.option("--per-link", is_flag=True, help="COST is the cost of one hop over one link.")
 @click.option(
     "--ranks-per-host",
-    type=click.IntRange(1, MOST_WORKERS),
+    type=click.IntRange(1, MOST_RANKS),
     default=8,
     help="hierarchical: ranks of a host; COST is that of one rank per host.",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -14,6 +13,9 @@ T = TypeVar("T")
 
 LARGEST = 1e100
 """Sums and products of numbers up to here do not overflow."""
+
+EXACT = 2**53
+"""Whole numbers up to here are exact as floats."""
 
 
 def one_of(place: str, value: str, known: Sequence[str], why: str = "") -> str:
@@ -51,11 +53,12 @@ def number(place: str, value: Any) -> float:
     return float(value)
 
 
-def whole(place: str, value: Any, least: int, most: float = math.inf) -> int:
+def whole(place: str, value: Any, least: int, most: int = EXACT) -> int:
     """``value`` if it is a whole number within limits; else ``ValueError`` with its ``place``."""
     if type(value) is not int or not least <= value <= most:
-        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{place}: expected a whole number {limits}, found {str(value)[:40]}")
+        raise ValueError(
+            f"{place}: expected a whole number from {least} to {most}, found {str(value)[:40]}"
+        )
     return value
 
 

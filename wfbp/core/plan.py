@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from wfbp.core.checks import check_format, unique
+from wfbp.core.checks import check_format, unique, whole
 from wfbp.core.types import Operation, Phase, TensorSpec
 
 T = TypeVar("T")
@@ -177,6 +177,7 @@ class Plan:
             groups = tuple(
                 Group(_whole(g["tensors"]), Operation(g["operation"])) for g in data["groups"]
             )
+            whole("elements of all tensors", sum(spec.numel for spec in tensors), 0)
             return cls(_is(str, data["schedule"]), tensors, groups, _is(bool, data["overlap"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a valid {FORMAT} document: {error!r}") from error

@@ -13,8 +13,6 @@ from wfbp.core.checks import check_format, instance, number, read_json, unique, 
 from wfbp.core.types import TensorSpec
 
 FORMAT = "wfbp-trace/1"
-MAX_NUMEL = 2**53
-"""Sizes up to here are exact as floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,7 @@ class Trace:
             raise ValueError(f"trace {self.model!r} has no tensors")
         unique(f"trace {self.model!r}", [t.spec.name for t in self.tensors])
         number(f"trace {self.model!r}: other_s", self.other_s)
+        whole(f"trace {self.model!r}: elements of all tensors", sum(map(_numel, self.tensors)), 0)
 
     def updated_when_read(self, update_s: float) -> Trace:
         """The trace if forward updates each tensor before using it: moves seconds to forward."""
@@ -141,13 +140,17 @@ class Trace:
         return read_json(path, cls.from_json)
 
 
+def _numel(tensor: TraceTensor) -> int:
+    return tensor.spec.numel
+
+
 def _tensor(index: int, row: Any) -> TraceTensor:
     place = f"tensors[{index}]"
     needed = ("name", "numel", "forward_s", "backward_s")
     missing = [key for key in needed if key not in instance(place, row, dict)]
     if missing:
         raise ValueError(f"{place}: missing {', '.join(missing)}")
-    numel = whole(f"{place}.numel", row["numel"], 0, MAX_NUMEL)
+    numel = whole(f"{place}.numel", row["numel"], 0)
     try:
         return TraceTensor(
             TensorSpec(str(row["name"]), (numel,), str(row.get("dtype", "float32"))),

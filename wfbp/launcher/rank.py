@@ -19,6 +19,7 @@ _LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 REMEDY = (
     "expected a program on the PATH, the path of one, or a file that ends in .py, on every host"
 )
+_MOST_DIGITS = 20
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -37,7 +38,7 @@ def share(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:
 def number(names: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """The first of these variables that is set, as a number."""
     text = next((environment[name] for name in names if name in environment), "")
-    return int(text) if text.isdecimal() else None
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def local_size(environment: Mapping[str, str]) -> int | None:

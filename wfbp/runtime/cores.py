@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from wfbp.comm.mpi.start_notice import number
 from wfbp.comm.waiting import num_cores
 
 
@@ -15,7 +16,7 @@ def own_cores() -> list[int]:
 def num_threads() -> int:
     """Threads per rank that the environment asks for; 1 if it does not say."""
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(told) if told.isdecimal() and int(told) else 1
+    return number(("told",), {"told": told}) or 1
 
 
 def advice(ranks: int, cores: int, threads: int) -> str:

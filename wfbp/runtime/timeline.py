@@ -262,12 +262,18 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= _MOST_US
 
 
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and _is_number(value)
+
+
 def _is_event(event: Any) -> bool:
     """Whether it has what is read of it."""
     if not (isinstance(event, dict) and isinstance(event.get("name"), str)):
         return False
     facts = event.get("args", {})
-    if not (type(event.get("pid")) is type(event.get("tid")) is int and isinstance(facts, dict)):
+    if not (_is_whole(event.get("pid")) and _is_whole(event.get("tid"))):
+        return False
+    if not isinstance(facts, dict):
         return False
     if event.get("ph") == "M":
         return isinstance(facts.get("name"), str) and "step" not in facts
@@ -275,7 +281,7 @@ def _is_event(event: Any) -> bool:
     counted = [facts.get("step", 0)]
     if "group" in facts:
         counted += [facts.get(key) for key in ("group", "tensors", "bytes")]
-    if any(type(count) is not int for count in counted):
+    if not all(map(_is_whole, counted)):
         return False
     return event.get("ph") in ("X", "i") and all(map(_is_number, map(event.get, numbers)))
 

@@ -37,6 +37,7 @@ NASTY = st.one_of(
     st.sampled_from(
         [None, True, False, 0, -1, 1, -0.0, 1e308, -1e308, 5e-324, 2**53 + 1, 10**400, "", "0"]
     ),
+    st.sampled_from([2**24, 2**24 + 1, 2**53, 2**63]),
     st.sampled_from([math.nan, math.inf, -math.inf, [], {}, [[]], [None], {"": None}, "\x00\n\r"]),
     st.sampled_from(["float32", "bfloat16", "all_reduce", "t0", "wfbp-trace/1", "wfbp-cost/1"]),
     st.text(max_size=8),

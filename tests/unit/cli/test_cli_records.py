@@ -104,3 +104,24 @@ def test_a_rank_without_a_file_is_named(tmp_path: Path) -> None:
     assert "left no file" not in wfbp("plan", folder).out
     (folder / "SGD.rank1.json").unlink()
     assert "1 of 3 ranks left no file here: 1.\n" in wfbp("plan", folder, "--schedule", "oasr").out
+
+
+def test_a_run_of_more_ranks_than_there_can_be(tmp_path: Path) -> None:
+    """A number in a file costs no memory."""
+    folder = record(tmp_path / "largest", size=1)
+    (folder / "SGD.rank0.json").write_text(json.dumps(document(0, 2) | {"size": 2**24}))
+    told = wfbp("plan", folder, "--schedule", "oasr").out
+    assert "16777215 of 16777216 ranks left no file here: 1, 2, 3," in told
+    assert "and others.\n" in told
+    folder = record(tmp_path / "larger", size=1)
+    (folder / "SGD.rank0.json").write_text(json.dumps(document(0, 2) | {"size": 10**9}))
+    assert_refused(wfbp("plan", folder), "rank0.json: size: expected a whole number from 1 to")
+
+
+def test_a_plan_of_more_elements_than_there_can_be(tmp_path: Path) -> None:
+    data = document(0, 1)
+    data["plan"]["tensors"][0]["shape"] = [10**15, 10**15]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "SGD.rank0.json").write_text(json.dumps(data))
+    assert_refused(wfbp("plan", folder), "plan: elements of all tensors: expected a whole number")

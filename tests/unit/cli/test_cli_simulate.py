@@ -65,7 +65,7 @@ def test_a_cost_file_may_say_so_too(tmp_path: Path) -> None:
     assert answer(*arguments, cost_file(tmp_path, num_ranks=16)) == told
     for wrong in (1, 2.5, "16", True):
         outcome = wfbp(*arguments, cost_file(tmp_path, num_ranks=wrong))
-        assert_refused(outcome, "cost.json: num_ranks: expected a whole number of at least 2")
+        assert_refused(outcome, "cost.json: num_ranks: expected a whole number from 2 to")
 
 
 def test_per_link_by_hand(tmp_path: Path) -> None:

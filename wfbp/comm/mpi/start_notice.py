@@ -20,13 +20,14 @@ _SIZE = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 OVER = b"over"
 """The rank writes this when MPI has started, or failed to."""
 
+_MOST_DIGITS = 20
 _LOOK_S, _MOST_LOOK_S = 0.05, 1.0
 
 
 def number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
     """The number in the first of these launcher variables that is set, or None."""
     text = next((environment[name] for name in names if name in environment), "")
-    return int(text) if text.isdecimal() else None
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def under_launcher(min_ranks: int = 2) -> bool:
