@@ -1,32 +1,32 @@
-"""Two ranks on one GPU train with JAX as one process on the whole batch, by NCCL or staged.
+"""Ranks on one GPU train with JAX as one process on the whole batch, by NCCL or staged.
 
-Usage: mpirun -n 2 python tests/gpu/jax_program.py OUT NCCL|STAGED; writes OUT/rank<r>.json,
-differences by what was trained.
+Usage: mpirun -n 2 python -m tests.gpu.jax_program ..., as in ``place.py``; writes
+OUT/rank<r>.json, differences by what was trained.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # ranks share the memory
+if "--software" in sys.argv:  # most of the time is XLA's
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from mpi4py import MPI
 
 import wfbp.jax as wfbp
-from wfbp.config import Config
-from wfbp.jax.exchanges import exchange_registry
+from tests.gpu import place
+from wfbp.jax import exchanges, native
+from wfbp.jax.device import GpuPrograms
 
 SCHEDULES = ("auto", "layerwise", "oasr", "mgwfbp", "single", "threshold")
-STEPS = 40
+STEPS = 24
 BATCH = 16
 
 
@@ -71,29 +71,37 @@ def difference(found: Any, wanted: Any) -> float:
     return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
 
 
+def use_software(library: str) -> None:
+    """Let JAX compute on the CPU, and call the handlers that are for CUDA."""
+    from tests.support.software_xla import SoftwareXla, stand_in
+
+    device, module = place.software_device(SoftwareXla, library), stand_in()
+    native._built = lambda: module
+    exchanges.find_programs = lambda handlers: GpuPrograms(handlers, device)
+
+
 def main() -> None:
-    out, library = sys.argv[1:]
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    if library == "NCCL":  # or the ranks would be seen to share the GPU, and staged
-        os.environ["NCCL_HOSTID"] = f"wfbp-test-{MPI.COMM_WORLD.rank}"
-    jax.config.update("jax_cuda_visible_devices", "0")
+    options = place.options(SCHEDULES)
+    if options.software:
+        use_software(options.library)
+    else:
+        jax.config.update("jax_cuda_visible_devices", "0")
     jax.config.update("jax_default_matmul_precision", "highest")
-    wfbp.init(config=Config(warmup_steps=1, profile_steps=2, trial_steps=1, probe_budget_s=0.1))
+    wfbp.init(config=place.CONFIG)
     rank = wfbp.rank()
     mine = slice(rank * BATCH, (rank + 1) * BATCH)
     adam = optax.adam(1e-2, eps=1e-4)
     found = {}
     wanted = train(jax.value_and_grad, adam, slice(None))
-    for schedule in SCHEDULES:
+    for schedule in options.schedules:
         averaging = partial(wfbp.value_and_grad, schedule=schedule, threshold_bytes=500)
         found[schedule] = difference(train(averaging, adam, mine), wanted)
     wrapped = wfbp.DistributedOptimizer(adam)
     found["optimizer"] = difference(train(jax.value_and_grad, wrapped, mine), wanted)
     wanted = train(jax.value_and_grad, adam, slice(None), jit=False)
     found["without jit"] = difference(train(wfbp.value_and_grad, adam, mine, jit=False), wanted)
-    device = exchange_registry().device
-    assert device is not None, f"JAX runs on {jax.default_backend()}"
-    Path(out, f"rank{rank}.json").write_text(json.dumps(found))
+    assert exchanges.exchange_registry().programs.name.startswith("GPU"), jax.default_backend()
+    place.conclude(options.out, options.library, found)
 
 
 if __name__ == "__main__":

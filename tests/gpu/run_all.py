@@ -1,23 +1,18 @@
-"""All that a GPU is wanted for, in one command with a time budget, and its output kept.
+"""Everything that needs a GPU, in one command of at most eight minutes.
 
-    python tests/gpu/run_all.py --out runs/gpu --wheels wheels --budget-minutes 45
+    python tests/gpu/run_all.py                    # all parts
+    python tests/gpu/run_all.py --again two jax    # these once more, with NCCL_DEBUG=INFO
 
-Parts follow one another in the order of what they tell: whether two ranks start, whether the device
-and the kernels do what they should, whether two ranks train as one, and only then how fast all that
-is. Each has a time limit, and what it prints is kept in a file of its own as it comes, so that a
-run that is cut short has told what it could; one that fails stops no other. A part for which too
-little of the budget is left is not begun.
+The parts follow one another from the simplest to the most complex. Each has a time limit, and one
+that fails stops no other. ``results.tar`` in the folder ``--out`` (or ``$OUT``) grows part by part,
+so that a run that is cut short keeps what it has. ``--again`` without names repeats what has not
+passed according to ``summary.json`` in that folder.
 
-Where commands may last some minutes only, call it again with the same ``--out`` and a small budget
-(``--budget-minutes 9``): what has passed is not run again, what has not been tried comes before
-what has failed. ``--parts`` chooses some, also those that have passed.
+No network is needed: missing packages are installed from ``--wheels``, into the environment of the
+interpreter that runs this, because ``mpirun`` belongs beside it. The C++ extension is compiled.
 
-No network is needed: ``--wheels`` is a folder of wheels brought along, of those in :data:`WHEELS`
-what the machine lacks. They are installed into the environment of the interpreter that runs this,
-because ``mpirun`` must lie beside it. Without it the first part tells what is missing.
-
-``--dry-run`` needs no GPU: it runs what runs without one (two ranks start, a tiny model trains),
-and otherwise shows that what a part would run is there.
+``--dry-run`` needs no GPU: training runs on a software device, and other parts show that their
+tests exist.
 """
 
 from __future__ import annotations
@@ -31,208 +26,193 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
-WHEELS = ("mpich", "mpi4py", "psutil", "pybind11", "hypothesis", "pytest")
-PLUGINS = ("pytest-timeout", "pytest-xdist", "ml_dtypes", "click", "cloudpickle", "rich", "optax")
-"""What the tests need beside them."""
+PACKAGES = ("mpich", "mpi4py", "psutil", "pybind11", "hypothesis", "pytest", "pytest-timeout")
+PACKAGES += ("ml_dtypes", "click", "cloudpickle", "rich", "optax")
+"""What the package and its tests import, beside PyTorch, JAX and CuPy."""
 
-HELLO = """
-import sys
-from importlib import metadata
-from mpi4py import MPI
-import wfbp.torch as wfbp
-import torch
-wfbp.init()
-names = "torch jax cupy-cuda12x cupy-cuda13x nvidia-nccl-cu12 nvidia-nccl-cu13 mpi4py".split()
-installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
-found = ", ".join(f"{name} {installed[name]}" for name in names if name in installed)
-total = float(wfbp.allreduce(torch.tensor([float(wfbp.rank() + 1)]), op=wfbp.Sum))
-gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-print(f"rank {wfbp.rank()} of {wfbp.size()}: {MPI.Get_library_version().splitlines()[0]}; {gpu}; "
-      f"CUDA {torch.version.cuda}; {found}; the sum of ranks is {total}")
-assert (wfbp.size(), total) == (2, 3.0), "two ranks were started, and did not find each other"
-if "--without-gpu" not in sys.argv:
-    import cupy
-    assert torch.cuda.is_available() and cupy.cuda.is_available(), "PyTorch or CuPy finds no GPU"
-wfbp.shutdown()
-"""
+SCHEDULES = ("auto", "layerwise", "independent", "hybrid")
+BUDGET_S = 450.0
+LEAST_S = 10.0
+"""A part for which less is left is not begun."""
+KEPT_BYTES = 1 << 20
+"""Of each file of output, its end."""
+DUMP_S = 2.0
+"""For the stacks of the ranks of a part that takes too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One thing to find out.
+    """One question, and the command that answers it.
 
     Args:
         name: as ``--parts`` has it.
         question: what it answers.
         limit_s: seconds that it may take.
-        least_s: seconds without which it is not begun.
         command: what is run.
-        rehearsal: what a dry run runs in its place.
-        env: variables beside those of this process.
-        all_run: whether a test that is skipped counts as failed.
+        rehearsal: what a dry run runs instead.
+        all_run: whether a skipped test counts as failed.
         needs: a program without which the part is left out.
     """
 
     name: str
     question: str
     limit_s: float
-    least_s: float
     command: tuple[str, ...]
     rehearsal: tuple[str, ...]
-    env: tuple[tuple[str, str], ...] = ()
     all_run: bool = False
     needs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a part.
+    """The result of a part.
 
     Args:
         name: of the part.
         verdict: ``passed``, ``failed``, ``timed out`` or ``left out``.
         seconds: that it took.
-        told: its last line, or why it was left out.
-        log: the file with its output; empty where there is none.
+        last: its last line, or the reason why it was left out.
     """
 
     name: str
     verdict: str
     seconds: float
-    told: str
-    log: str
+    last: str
 
 
-def parts(out: Path, wheels: Path | None) -> list[Part]:
-    """The parts, in order.
+def parts(out: Path, wheels: Path) -> list[Part]:
+    """The parts, in order. Each writes into a folder of its name in ``out``."""
+    pytest = (PYTHON, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu")
+    pytest += ("-W", "default")  # a warning of that machine's libraries must hide no answer
+    ranks = (str(Path(PYTHON).with_name("mpirun")), "-n", "2", PYTHON)
+    sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
 
-    Args:
-        out: folder for results.
-        wheels: folder of wheels to install; None installs nothing.
-    """
-    # A warning of some library on that machine shall hide no answer.
-    pytest = (PYTHON, "-m", "pytest", "-q", "-rs", "-W", "default", "-p", "no:cacheprovider")
-    bench = (PYTHON, "-m", "tests.benchmarks", "gpu")
-    hello = (str(Path(PYTHON).with_name("mpirun")), "-n", "2", PYTHON, str(out / "hello.py"))
-    gpu = (*pytest, "-m", "gpu", "tests/gpu")
-    single = (*gpu, "-k", "not two_ranks")
-    kernels = (*pytest, "-m", "gpu", "tests/gpu/test_pack.py")
-    sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1", *kernels)
-    own = (PYTHON, str(Path(__file__).resolve()), "--install", str(wheels or ""))
-    collected = "--collect-only"
-    nccl = (("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_FILE", str(out / "nccl.%h.%p.log")))
+    def own(name: str, question: str, limit_s: float, option: str, *words: str) -> Part:
+        return Part(name, question, limit_s, words, (*words, option))
 
-    def pair(name: str, question: str, words: str) -> Part:
-        command = (*gpu, "-k", words)
-        return Part(name, question, 540, 120, command, (*command, collected), nccl, all_run=True)
+    def tests(
+        name: str, question: str, limit_s: float, *words: str, before: tuple[str, ...] = ()
+    ) -> Part:
+        command = (*pytest, *words)
+        rehearsal = (*command, "--collect-only")
+        needs = before[0] if before else ""
+        return Part(name, question, limit_s, (*before, *command), rehearsal, True, needs)
 
-    def measured(name: str, question: str, limit_s: float, *words: str) -> Part:
-        file = str(out / f"{name}.json")
-        rehearsal = (*bench, "--rehearse", *words, "--rounds", "2", "--json", file)
-        return Part(name, question, limit_s, 90, (*bench, *words, "--json", file), rehearsal)
+    def torch(name: str, question: str, limit_s: float, number: str, library: str) -> Part:
+        words = (*ranks[:2], number, PYTHON, "tests/gpu/training_program.py", str(out / name))
+        words += (library, "--schedules", *SCHEDULES)
+        return own(name, question, limit_s, "--software", *words)
 
-    one, two = ("--parts", "one", "--rounds", "15"), ("--parts", "two", "--rounds", "15")
-    costs, ddp = "what does wfbp cost a single rank", "is wfbp as fast as DDP on two ranks"
+    def jax(name: str, question: str, limit_s: float, library: str) -> Part:
+        words = (*ranks, "tests/gpu/jax_program.py", str(out / name), library)
+        return own(name, question, limit_s, "--software", *words)
+
+    prepare = (PYTHON, "tests/gpu/run_all.py", "--prepare", "--wheels", str(wheels))
+    start = (*ranks, "tests/gpu/start_program.py")
+    speed = (PYTHON, "-m", "tests.benchmarks", "gpu", "--parts", "pack", "--rounds", "10")
+    speed += ("--json", str(out / "speed" / "speed.json"))
+    device = ("tests/gpu/test_training.py", "-k", "not two_ranks")
+    kernels = "tests/gpu/test_pack.py"
+    few = ("-k", "every_size or more_tensors or captured")
     return [
-        Part("install", "is all there that is needed", 240, 10, own, (*own, "--dry-run")),
-        Part("hello", "do two ranks find each other", 90, 20, hello, (*hello, "--without-gpu")),
-        Part(
-            "single",
-            "do device, streams and kernels do what they should",
-            420,
-            90,
-            single,
-            (*single, collected),
-        ),
-        pair("two_ranks", "do two ranks train as one", "two_ranks_train_as_one"),
-        pair("two_ranks_jax", "do two ranks train as one with JAX", "two_ranks_train_with_jax"),
-        measured("pack", "how fast are the kernels", 180, "--parts", "pack"),
-        Part(
-            "sanitizer",
-            "do the kernels touch what they must not",
-            300,
-            90,
-            sanitizer,
-            (*kernels, collected),
-            needs="compute-sanitizer",
-        ),
-        measured("overhead_resnet50", f"{costs}, ResNet-50", 400, *one, "--models", "resnet50"),
-        measured("overhead_gpt", f"{costs}, GPT", 400, *one, "--models", "gpt"),
-        measured("ddp_gpt", f"{ddp}, GPT", 400, *two, "--timed-only", "--models", "gpt"),
-        measured(
-            "ddp_resnet50", f"{ddp}, ResNet-50", 400, *two, "--timed-only", "--models", "resnet50"
-        ),
-        measured("schedules", "does every schedule train the same", 560, *two, "--models", "gpt"),
+        own("prepare", "is all there, and is the extension compiled", 120, "--dry-run", *prepare),
+        own("start", "do two ranks start", 60, "--without-gpu", *start),
+        tests("device", "do streams, events, memory and NCCL work", 60, *device),
+        torch("one", "does one rank train over NCCL", 60, "1", "NCCL"),
+        torch("two", "do two ranks train as one over NCCL", 80, "2", "NCCL"),
+        torch("staged", "and through host memory", 60, "2", "STAGED"),
+        jax("jax", "do two ranks train as one with JAX", 100, "NCCL"),
+        jax("jax_staged", "and through host memory", 60, "STAGED"),
+        tests("pack", "do the kernels pack correctly", 60, kernels),
+        own("speed", "how fast are the kernels", 40, "--rehearse", *speed),
+        tests("sanitizer", "do they stay within memory", 80, kernels, *few, before=sanitizer),
     ]
 
 
-def install(wheels: Path | None, dry_run: bool) -> int:
-    """Install what is lacking, and build the extension where that is possible; 1 where something
-    is missing."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    status = 0
-    for name in (*WHEELS, *PLUGINS, *_cupy()):
+def prepare(wheels: Path, dry_run: bool) -> int:
+    """Install missing packages and compile the extension; 1 if anything is missing after that."""
+    missing = []
+    for name in PACKAGES:
         try:
             print(f"{name} {version(name)} is installed", flush=True)
         except PackageNotFoundError:
-            if wheels is None:
-                print(f"{name} is missing: bring its wheel, in the folder of --wheels", flush=True)
-                status = 1
-                continue
-            pip = (PYTHON, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(wheels))
-            words = (*pip, *(("--dry-run",) if dry_run else ()), name)
-            print(shlex.join(words), flush=True)
-            if subprocess.run(words).returncode:
-                status = 1
-    build = (PYTHON, "setup.py", "-q", "build_ext", "--inplace")
-    print(shlex.join(build), flush=True)
-    if not dry_run and subprocess.run(build, cwd=ROOT).returncode:
-        print("the extension was not built: packing on the host goes through NumPy", flush=True)
-    print("something is missing" if status else "all is there", flush=True)
-    return status
+            missing.append(name)
+    for name in list(missing):
+        pip = (PYTHON, "-m", "pip", "install", "-q", "--no-index", "--no-deps")
+        words = (*pip, "--find-links", str(wheels), *(("--dry-run",) if dry_run else ()), name)
+        print(shlex.join(words), flush=True)
+        if subprocess.run(words).returncode == 0:
+            missing.remove(name)
+    problems = [f"{name} is missing: bring its wheel, in {wheels}" for name in missing]
+    try:
+        if not dry_run:
+            compile_extension()
+        subprocess.run((PYTHON, "-c", "import wfbp._native"), cwd=ROOT, check=True)
+    except (OSError, ImportError, subprocess.CalledProcessError) as error:
+        problems.append(f"the extension was not built: {error}")
+    print("; ".join(problems) or "all is there", flush=True)
+    return int(bool(problems))
 
 
-def _cupy() -> tuple[str, ...]:
-    """The CuPy for the CUDA that PyTorch is built for, where there is none."""
-    if find_spec("cupy") is not None:
-        return ()
-    import torch
+def compile_extension() -> None:
+    """Compile ``wfbp._native`` unless it is newer than its sources; ``CalledProcessError``."""
+    # Not by setup.py: it needs a new setuptools, and would compile the handlers for JAX, too.
+    import pybind11
 
-    major = (torch.version.cuda or "").partition(".")[0]
-    return (f"cupy-cuda{major}x",) if major else ()
+    target = ROOT / "wfbp" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    sources = [ROOT / "csrc" / f"{name}.cc" for name in ("native", "pack", "transfers")]
+    newest_s = max(path.stat().st_mtime for path in (ROOT / "csrc").iterdir())
+    if target.exists() and target.stat().st_mtime > newest_s:
+        return
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    include = [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))]
+    options = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", *include]
+    objects = [target.with_name(f"{source.stem}.o") for source in sources]
+
+    def run(*words: str) -> None:
+        print(shlex.join([*compiler, *words]), flush=True)
+        subprocess.run([*compiler, *words], check=True)
+
+    def compile_one(source: Path, made: Path) -> None:
+        run(*options, "-c", str(source), "-o", str(made))
+
+    try:
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(compile_one, sources, objects))
+        run("-shared", "-pthread", *map(str, objects), "-o", str(target))
+    finally:
+        for made in objects:
+            made.unlink(missing_ok=True)
 
 
-def run(part: Part, limit_s: float, out: Path, dry_run: bool) -> Outcome:
-    """Run one part, and keep what it prints.
+def run(part: Part, limit_s: float, out: Path, dry_run: bool, again: bool = False) -> Outcome:
+    """Run one part.
 
     Args:
         part: to run.
-        limit_s: seconds that it may take, behind which its processes are ended.
-        out: folder for its output.
-        dry_run: whether its rehearsal is run in its place.
+        limit_s: seconds after which its processes are ended.
+        out: its output goes into a folder of its name there.
+        dry_run: whether its rehearsal is run instead.
+        again: whether NCCL logs what it does.
     """
     if part.needs and not dry_run and shutil.which(part.needs) is None:
-        return Outcome(part.name, "left out", 0.0, f"{part.needs} is not installed", "")
-    log = out / f"{part.name}.log"
+        return Outcome(part.name, "left out", 0.0, f"{part.needs} is not installed")
+    folder = out / part.name
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log.txt"
     words = part.rehearsal if dry_run else part.command
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {
-        **as_root,
-        **os.environ,
-        **dict(part.env),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
     begin_s = time.monotonic()
     with log.open("w") as file:
         print(f"$ {shlex.join(words)}", file=file, flush=True)
@@ -240,95 +220,154 @@ def run(part: Part, limit_s: float, out: Path, dry_run: bool) -> Outcome:
             process = subprocess.Popen(
                 words,
                 cwd=ROOT,
-                env=env,
+                env=_environment(folder, again),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:  # such as a program that is not there
+        except OSError as error:  # such as a program that does not exist
             print(error, file=file)
-            return Outcome(part.name, "failed", 0.0, str(error), str(log))
+            return Outcome(part.name, "failed", 0.0, str(error))
         try:
-            status = process.wait(limit_s)
-            verdict = "failed" if status else "passed"
+            verdict = "failed" if process.wait(limit_s) else "passed"
         except subprocess.TimeoutExpired:
             _end(process)
             verdict = "timed out"
-    text = log.read_text(errors="replace")
-    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
-    if verdict == "passed" and part.all_run and re.search(r"\b\d+ skipped\b", last):
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    if verdict == "passed" and part.all_run and re.search(r"\b\d+ skipped\b", lines[-1]):
         verdict = "failed"
-    return Outcome(part.name, verdict, time.monotonic() - begin_s, last[:200], str(log))
+    return Outcome(part.name, verdict, time.monotonic() - begin_s, lines[-1][:200])
+
+
+def _environment(folder: Path, again: bool) -> dict[str, str]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    caches = ROOT / "build" / "gpu"
+    debug = {"NCCL_DEBUG": "WARN"}
+    if again:
+        debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(folder / "nccl.%h.%p.txt")}
+    return {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "XDG_CACHE_HOME": str(caches),  # compiled handlers for JAX
+        "CUPY_CACHE_DIR": str(caches / "cupy"),
+        **os.environ,
+        **debug,
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part with all that it has started, also in sessions of their own: ranks that are left
-    would use the GPU beside the next part."""
+    """End a part and all that it has started, in other sessions too: ranks that are left would use
+    the GPU beside the next part. Python processes print their stacks first."""
     try:
         import psutil
-
-        family = psutil.Process(process.pid).children(recursive=True)
-    except ImportError:  # the first part is to install it
-        family = []
-    os.killpg(process.pid, signal.SIGKILL)
-    for each in family:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
+    except ImportError:  # ``prepare`` itself, which is to install it
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        first = psutil.Process(process.pid)
+        family = [first, *first.children(recursive=True)]
+        for each in family:
+            with suppress(psutil.Error):
+                if each.name().startswith("python"):
+                    each.send_signal(signal.SIGABRT)
+        psutil.wait_procs(family, timeout=DUMP_S)
+        for each in family:
+            with suppress(psutil.Error):
+                each.kill()
     process.wait()
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the parts that are due; 1 where any has not passed."""
-    options = arguments(words)
-    if options.install is not None:
-        return install(Path(options.install) if options.install else None, options.dry_run)
-    out: Path = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "hello.py").write_text(HELLO)
-    summary = out / "summary.json"
-    before = json.loads(summary.read_text()) if summary.exists() else []
-    outcomes = {each["name"]: Outcome(**each) for each in before}
-    wheels = options.wheels.resolve() if options.wheels else None
-    known = parts(out, wheels)
-    chosen = [part for part in known if not options.parts or part.name in options.parts]
-    tried = {name for name, each in outcomes.items() if each.verdict != "left out"}
-    end_s = time.monotonic() + 60 * options.budget_minutes
-    for part in sorted(chosen, key=lambda part: part.name in tried):
-        done = outcomes.get(part.name)
-        if not options.parts and done is not None and done.verdict == "passed":
-            continue
-        left_s = end_s - time.monotonic()
-        if left_s >= min(part.least_s, part.limit_s):
-            outcome = run(part, min(part.limit_s, left_s), out, options.dry_run)
-        elif part.name in tried:
-            continue
-        else:
-            told = "too little of the time budget is left: run it again"
-            outcome = Outcome(part.name, "left out", 0.0, told, "")
-        outcomes[part.name] = outcome
-        ordered = [outcomes[each.name] for each in known if each.name in outcomes]
-        summary.write_text(json.dumps([asdict(each) for each in ordered], indent=1))
-        print(f"{part.name}: {outcome.verdict} in {outcome.seconds:.0f} s", flush=True)
-    print(f"\n{'part':18} {'verdict':10} {'s':>4}  question; last line of its log in {out}")
+def keep(out: Path, name: str) -> None:
+    """Move a part's folder into the archive, each file's end at most."""
+    folder = out / name
+    with tarfile.open(out / "results.tar", "a") as archive:
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                if file.stat().st_size > KEPT_BYTES:
+                    with file.open("rb") as long:
+                        long.seek(-KEPT_BYTES, os.SEEK_END)
+                        end = long.read()
+                    file.write_bytes(end)
+                archive.add(file, str(file.relative_to(out)))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def table(chosen: Sequence[Part], outcomes: dict[str, Outcome]) -> str:
+    """All outcomes, with their times and last lines."""
+    rows = [f"{'part':10} {'verdict':9} {'s':>5}  question; last line of its log"]
     for part in chosen:
         each = outcomes[part.name]
-        print(f"{part.name:18} {each.verdict:10} {each.seconds:4.0f}  {part.question}?")
-        print(f"{'':36}{each.told}", flush=True)
-    return int(any(outcomes[part.name].verdict != "passed" for part in chosen))
+        rows.append(f"{part.name:10} {each.verdict:9} {each.seconds:5.1f}  {part.question}?")
+        rows.append(f"{'':27}{each.last}")
+    total_s = sum(outcomes[part.name].seconds for part in chosen)
+    return "\n".join([*rows, f"{'together':20} {total_s:5.1f}"])
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the parts; 1 if any has not passed."""
+    options = arguments(words)
+    wheels: Path = options.wheels.resolve()
+    if options.prepare:
+        return prepare(wheels, options.dry_run)
+    end_s = time.monotonic() + options.budget_s
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    summary = out / "summary.json"
+    known = parts(out, wheels)
+    names = set(options.parts or [part.name for part in known])
+    again = options.again is not None
+    if again:
+        last = json.loads(summary.read_text()) if summary.exists() else []
+        passed = {each["name"] for each in last if each["verdict"] == "passed"}
+        names = {"prepare", *(options.again or names - passed)}
+    (out / "results.tar").unlink(missing_ok=True)
+    chosen = [part for part in known if part.name in names]
+    outcomes: dict[str, Outcome] = {}
+    for part in chosen:
+        left_s = end_s - time.monotonic()
+        if left_s < LEAST_S:
+            outcome = Outcome(part.name, "left out", 0.0, "no time is left")
+        else:
+            limit_s = min(part.limit_s, left_s)
+            outcome = run(part, limit_s, out, options.dry_run, again)
+            keep(out, part.name)
+        outcomes[part.name] = outcome
+        summary.write_text(json.dumps([asdict(each) for each in outcomes.values()], indent=1))
+        print(f"{part.name}: {outcome.verdict} in {outcome.seconds:.1f} s", flush=True)
+    failed = [name for name, each in outcomes.items() if each.verdict != "passed"]
+    (out / "table.txt").write_text(shown := table(chosen, outcomes))
+    with tarfile.open(out / "results.tar", "a") as archive:
+        for file in (summary, out / "table.txt"):
+            archive.add(file, file.name)
+    print(f"\n{shown}\nall output: {out / 'results.tar'}")
+    if failed and not again:
+        rest = shlex.join(["--out", str(options.out), "--again", *failed])
+        print(f"once more, with NCCL's log: python tests/gpu/run_all.py {rest}")
+    return int(bool(failed))
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
+    names = [part.name for part in parts(Path(), Path())]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="for all output")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
-    parser.add_argument("--budget-minutes", type=float, default=45.0)
+    out = Path(os.environ.get("OUT", "gpu-results"))
+    parser.add_argument("--out", type=Path, default=out, help=f"for all output (default: {out})")
+    parser.add_argument(
+        "--wheels", type=Path, default=ROOT / "wheelhouse", help="of missing packages"
+    )
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="for everything")
     parser.add_argument("--dry-run", action="store_true", help="needs no GPU")
-    parser.add_argument("--install", help=argparse.SUPPRESS)  # the part of that name
-    names = [part.name for part in parts(Path(), None)]
-    parser.add_argument("--parts", nargs="+", choices=names, help="only these, also once more")
-    return parser.parse_args(words)
+    parser.add_argument("--parts", nargs="+", choices=names, help="only these")
+    parser.add_argument(
+        "--again", nargs="*", metavar="PART", help="what has failed, with NCCL_DEBUG=INFO"
+    )
+    parser.add_argument("--prepare", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    if unknown := set(options.again or ()) - set(names):
+        parser.error(f"--again names {', '.join(sorted(unknown))}; expected {', '.join(names)}")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""All that a GPU is wanted for, as far as it goes without one."""
+"""The command for a machine with a GPU, as far as it goes without one."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,15 +17,27 @@ import pytest
 from tests.benchmarks import gpu
 from tests.gpu import run_all
 from tests.gpu.run_all import Outcome, Part
+from tests.support.shared import once
 
 
-def python(name: str, code: str, least_s: float = 0.1, **details: object) -> Part:
+def python(name: str, code: str, limit_s: float = 20.0, **details: object) -> Part:
     words = (sys.executable, "-c", code)
-    return Part(name, "does it", 20.0, least_s, words, words, **details)  # type: ignore[arg-type]
+    return Part(name, "does it", limit_s, words, words, **details)  # type: ignore[arg-type]
 
 
 def outcome_of(part: Part, out: Path, limit_s: float = 20.0) -> Outcome:
     return run_all.run(part, limit_s, out, dry_run=False)
+
+
+def log_of(part: str, out: Path) -> str:
+    return (out / part / "log.txt").read_text()
+
+
+def kept(out: Path) -> dict[str, str]:
+    """The files of the archive, by name."""
+    with tarfile.open(out / "results.tar") as archive:
+        files = {member.name: archive.extractfile(member) for member in archive}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
 @pytest.mark.parametrize(
@@ -37,11 +52,11 @@ def outcome_of(part: Part, out: Path, limit_s: float = 20.0) -> Outcome:
 def test_verdicts(code: str, all_run: bool, verdict: str, tmp_path: Path) -> None:
     found = outcome_of(python("part", code, all_run=all_run), tmp_path)
     assert found.verdict == verdict
-    assert Path(found.log).read_text().splitlines()[-1] == found.told != ""
+    assert log_of("part", tmp_path).splitlines()[-1] == found.last != ""
 
 
 def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    """Also children in other sessions, like the ranks of tests; their output is kept."""
+    """Also children in other sessions, like the ranks of tests; they print their stacks."""
     code = (
         "import subprocess, sys\n"
         "sleep = 'import time; time.sleep(100)'\n"
@@ -53,9 +68,9 @@ def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     found = outcome_of(python("part", code), tmp_path, limit_s=5.0)
     assert found.verdict == "timed out"
     assert found.seconds < 60
-    name, *pids = found.told.split()
-    assert name == "children"
-    assert len(pids) == 2
+    log = log_of("part", tmp_path)
+    assert log.count("Fatal Python error: Aborted") == 3
+    (pids,) = re.findall(r"^children (\d+) (\d+)$", log, re.MULTILINE)
     for pid in pids:
         for _ in range(1000):
             stat = Path(f"/proc/{pid}/stat")
@@ -68,108 +83,170 @@ def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_started_has_failed(tmp_path: Path) -> None:
-    """As two ranks where mpirun is not there; the next part is run."""
+    """As two ranks without mpirun; the next part is run."""
     words = (str(tmp_path / "mpirun"), "-n", "2")
-    found = outcome_of(Part("hello", "does it", 20.0, 1.0, words, words), tmp_path)
+    found = outcome_of(Part("start", "does it", 20.0, words, words), tmp_path)
     assert found.verdict == "failed"
-    assert "mpirun" in found.told
-    assert "No such file" in Path(found.log).read_text()
+    assert "mpirun" in found.last
+    assert "No such file" in log_of("start", tmp_path)
 
 
 def test_what_needs_a_program_that_is_not_here_is_left_out(tmp_path: Path) -> None:
     found = outcome_of(python("part", "", needs="no-such-program"), tmp_path)
-    assert (found.verdict, found.told) == ("left out", "no-such-program is not installed")
+    assert (found.verdict, found.last) == ("left out", "no-such-program is not installed")
 
 
-def test_a_run_goes_on_where_another_has_stopped(
+def test_what_has_failed_is_repeated_with_nccls_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What has passed is not run again, and what was not tried comes before what has failed."""
+    """The others go on; what is left out for want of time is repeated, too."""
+    debug = "import os; print(os.environ['NCCL_DEBUG'], os.environ.get('NCCL_DEBUG_FILE')); "
+    known = [
+        python("prepare", "print('ready')"),
+        python("one", debug + "raise SystemExit(1)"),
+        python("two", "print('fine')"),
+        python("late", "print('late')"),
+    ]
+    monkeypatch.setattr(run_all, "parts", lambda out, wheels: known)
+    runs = run_all.run
 
-    def verdicts() -> list[tuple[str, str]]:
-        told = json.loads((tmp_path / "summary.json").read_text())
-        return [(each["name"], each["verdict"]) for each in told]
+    def run(part: Part, limit_s: float, *rest: object) -> Outcome:
+        if part.name == "two":
+            monkeypatch.setattr(run_all, "LEAST_S", 1e9)
+        return runs(part, limit_s, *rest)  # type: ignore[arg-type]
 
-    stops = [python("one", "print('fine')"), python("two", "raise SystemExit(1)")]
-    stops.append(python("three", "print('three')", least_s=19.0))
-    monkeypatch.setattr(run_all, "parts", lambda out, wheels: stops)
-    short = ["--out", str(tmp_path), "--budget-minutes", "0.3"]
-    assert run_all.main(short) == 1
-    assert verdicts() == [("one", "passed"), ("two", "failed"), ("three", "left out")]
-    assert "too little of the time budget is left: run it again" in capsys.readouterr().out
-    works = [python("one", "raise SystemExit(1)"), python("two", "print('now')"), stops[2]]
-    monkeypatch.setattr(run_all, "parts", lambda out, wheels: works)
-    assert run_all.main(["--out", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert told.index("three: passed") < told.index("two: passed")
-    assert verdicts() == [(name, "passed") for name in ("one", "two", "three")]
-    assert run_all.main(["--out", str(tmp_path), "--budget-minutes", "0"]) == 0
+    monkeypatch.setattr(run_all, "run", run)
+    assert run_all.main(["--out", str(tmp_path), "--budget-s", "1e6"]) == 1
+    shown = capsys.readouterr().out
+    for row in ("one        failed", "two        passed", "late       left out", "no time is left"):
+        assert row in shown, shown
+    assert f"run_all.py --out {tmp_path} --again one late" in shown
+    files = kept(tmp_path)
+    assert files["one/log.txt"].endswith("WARN None\n")
+    assert files["two/log.txt"].endswith("fine\n")
+    assert files["table.txt"] in shown
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
+        ["results.tar", "summary.json", "table.txt"]
+    )
+
+    monkeypatch.setattr(run_all, "run", runs)
+    monkeypatch.setattr(run_all, "LEAST_S", 1.0)
+    assert run_all.main(["--out", str(tmp_path), "--again"]) == 1
+    files = kept(tmp_path)
+    assert sorted(files) == [
+        *("late/log.txt", "one/log.txt", "prepare/log.txt", "summary.json", "table.txt")
+    ]
+    assert f"INFO {tmp_path}/one/nccl.%h.%p.txt" in files["one/log.txt"]
+    assert run_all.main(["--out", str(tmp_path), "--again", "two"]) == 0
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert [(each["name"], each["verdict"]) for each in told] == [
+        ("prepare", "passed"),
+        ("two", "passed"),
+    ]
+    with pytest.raises(SystemExit):
+        run_all.arguments(["--again", "three"])
+
+
+def test_the_end_of_long_output_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_all, "KEPT_BYTES", 1000)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "log.txt").write_text("first" + 2000 * "." + "last")
+    run_all.keep(tmp_path, "part")
+    text = kept(tmp_path)["part/log.txt"]
+    assert len(text) == 1000
+    assert text.endswith(".last")
 
 
 def test_the_first_answers_come_first() -> None:
-    names = [part.name for part in run_all.parts(Path("out"), Path("wheels"))]
-    first = ["install", "hello", "single", "two_ranks", "two_ranks_jax", "pack", "sanitizer"]
-    rest = ["overhead_resnet50", "overhead_gpt", "ddp_gpt", "ddp_resnet50", "schedules"]
-    assert names == first + rest
-    known = {part.name: part for part in run_all.parts(Path("out"), None)}
-    for name in ("two_ranks", "two_ranks_jax"):
-        env = dict(known[name].env)
-        assert env == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "out/nccl.%h.%p.log"}
-        assert known[name].all_run
-    assert all(part.least_s < part.limit_s < 600 for part in known.values())
+    """Within eight minutes, and each part less than that."""
+    known = run_all.parts(Path("out"), Path("wheels"))
+    names = ["prepare", "start", "device", "one", "two", "staged", "jax", "jax_staged"]
+    assert [part.name for part in known] == [*names, "pack", "speed", "sanitizer"]
+    assert all(part.limit_s <= 120 for part in known)
+    assert run_all.BUDGET_S < 480
 
 
-@pytest.mark.parametrize("part", run_all.parts(Path("out"), None), ids=lambda part: part.name)
+@pytest.mark.parametrize("part", run_all.parts(Path("out"), Path()), ids=lambda part: part.name)
 def test_what_is_run_is_there(part: Part) -> None:
     """Options that are known, and files that exist."""
     for words in (part.command, part.rehearsal):
         if "tests.benchmarks" in words:
             options = gpu.arguments(words[words.index("gpu") + 1 :])
             assert options.rehearse is (words is part.rehearsal)
-            assert len(options.parts) == 1
+            assert options.parts == ["pack"]
         for word in words:
             if word.startswith("tests/"):
                 assert (run_all.ROOT / word).exists(), word
 
 
-def test_what_is_missing_is_said(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+SOURCE = """
+#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, nullptr};
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__native() {
+  return PyModule_Create(&module);
+}
+"""
+
+
+def test_what_is_missing_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Where no wheels were brought, and none is needed where all is there."""
-    monkeypatch.setattr(run_all, "PLUGINS", ())
-    monkeypatch.setattr(run_all, "_cupy", lambda: ())
-    assert run_all.main(["--install", "", "--dry-run"]) == 0
-    assert capfd.readouterr().out.splitlines()[-1] == "all is there"
-    monkeypatch.setattr(run_all, "WHEELS", ("mpi4py", "no-such-package"))
-    assert run_all.main(["--install", "", "--dry-run"]) == 1
-    told = capfd.readouterr().out
-    assert "no-such-package is missing: bring its wheel" in told
-    assert "mpi4py is missing" not in told
+    """A package that has no wheel, and an extension that does not compile, are failures."""
+    monkeypatch.setattr(run_all, "ROOT", tmp_path)
+    monkeypatch.setattr(run_all, "PACKAGES", ("mpi4py",))
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "wfbp").mkdir()
+    (tmp_path / "wfbp" / "__init__.py").touch()
+    for name in ("native", "pack", "transfers"):
+        (tmp_path / "csrc" / f"{name}.cc").write_text(SOURCE if name == "native" else "")
+    words = ["--prepare", "--wheels", str(tmp_path)]
+
+    def last_line() -> str:
+        return capfd.readouterr().out.splitlines()[-1]
+
+    monkeypatch.setenv("CXX", "false")
+    assert run_all.main(words) == 1
+    assert last_line().startswith("the extension was not built: Command '['false', ")
+    monkeypatch.delenv("CXX")
+    assert run_all.main(words) == 0
+    assert last_line() == "all is there"
+    monkeypatch.setenv("CXX", "false")  # not needed again
+    assert run_all.main(words) == 0
+    monkeypatch.setattr(run_all, "PACKAGES", ("mpi4py", "no-such-package"))
+    assert run_all.main(words) == 1
+    assert last_line() == f"no-such-package is missing: bring its wheel, in {tmp_path}"
+
+
+def dry_run() -> tuple[str, list[dict[str, object]], dict[str, str]]:
+    """What it prints, its summary, and its files; run once."""
+    chosen = ["prepare", "start", "two", "jax", "sanitizer"]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        command = [sys.executable, str(Path(run_all.__file__)), "--dry-run", "--out", folder]
+        done = subprocess.run(
+            [*command, "--parts", *chosen], capture_output=True, text=True, timeout=280
+        )
+        return done.stdout, json.loads((out / "summary.json").read_text()), kept(out)
 
 
 @pytest.mark.parallel
 @pytest.mark.slow
-@pytest.mark.long
-def test_dry_run(tmp_path: Path) -> None:
-    """Two ranks start, and the tests that a GPU is wanted for are found."""
-    chosen = ["install", "hello", "single", "two_ranks", "two_ranks_jax"]
-    command = [sys.executable, str(Path(run_all.__file__)), "--dry-run", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--wheels", str(tmp_path), "--parts", *chosen],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    told = {each["name"]: each for each in json.loads((tmp_path / "summary.json").read_text())}
-    logs = {name: (tmp_path / f"{name}.log").read_text() for name in chosen}
-    assert done.returncode == 0, (done.stdout, done.stderr, logs)
-    assert list(told) == chosen
-    assert "rank 0 of 2: " in logs["hello"]
-    assert "rank 1 of 2: " in logs["hello"]
-    assert "the sum of ranks is 3.0" in logs["hello"]
-    assert "test_two_ranks_train_as_one[NCCL]" in logs["two_ranks"]
-    assert "with_jax" not in logs["two_ranks"]
-    assert "test_two_ranks_train_with_jax_as_one[NCCL]" in logs["two_ranks_jax"]
-    assert "test_two_ranks" not in logs["single"]
-    assert "test_streams_events_and_copies" in logs["single"]
-    assert "mpi4py" in logs["install"]
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("prepare", ["all is there"]),
+        ("start", ["rank 0 of 2: ", "rank 1 of 2: ", "the sum of ranks is 3.0"]),
+        ("two", ["checks over NCCL; largest difference "]),
+        ("jax", ["checks over NCCL; largest difference "]),
+        ("sanitizer", ["test_packing_can_be_captured"]),
+    ],
+)
+def test_dry_run(name: str, words: list[str]) -> None:
+    """The programs for a GPU train on a software device, on two ranks."""
+    shown, summary, files = once("the dry run for a GPU", dry_run)
+    log = files[f"{name}/log.txt"]
+    assert {each["name"]: each["verdict"] for each in summary}[name] == "passed", log
+    assert f"{name:10} passed" in shown
+    for word in words:
+        assert word in log
