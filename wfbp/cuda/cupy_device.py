@@ -21,6 +21,7 @@ from wfbp.errors import BackendError
 
 T = TypeVar("T")
 
+_NO_MEMORY = 2
 _NOT_READY = 600
 _DISABLE_TIMING = 2
 _NON_BLOCKING = 1
@@ -132,7 +133,7 @@ class CupyDevice(Device):
     def new_stream(self) -> int:
         with self.active():
             handle = int(self._runtime.streamCreateWithPriority(_NON_BLOCKING, _GREATEST_PRIORITY))
-        self._streams.append(weakref.finalize(self, self._runtime.streamDestroy, handle))
+        self._streams.append(weakref.finalize(self, _destroy_stream, self._runtime, handle))
         return handle
 
     def record(self, stream: int, timed: bool = False) -> _CudaEvent:
@@ -161,6 +162,10 @@ class CupyDevice(Device):
     def done(self, event: _CudaEvent) -> bool:
         self._ensure_context()
         status = self._runtime.eventQuery(event.handle)
+        if status:
+            # Resets the thread's last error, which another library would take for its own.
+            with suppress(self._runtime.CUDARuntimeError):
+                self._runtime.check_status(status)
         if status not in (0, _NOT_READY):
             raise BackendError(
                 f"{self.name}: something that ran on the device failed: CUDA error {status}"
@@ -205,8 +210,17 @@ class CupyDevice(Device):
             return int(free + self._cupy.get_default_memory_pool().free_bytes())
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        with self.active():
-            memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
+        try:
+            with self.active():
+                memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
+        except self._runtime.CUDARuntimeError as error:
+            if error.status != _NO_MEMORY:
+                raise
+            raise BackendError(
+                f"{self.where or 'wfbp'}: the host has no room for {nbytes:,} bytes of pinned "
+                f"memory, through which gradients on {self.name} travel ({error}); give the job "
+                "more memory, or let data loaders and other processes pin less"
+            ) from error
         return np.frombuffer(memory, np.uint8, nbytes)
 
     def address(self, buffer: Buffer) -> int:
@@ -280,6 +294,12 @@ class CupyDevice(Device):
             yield
         finally:
             self._runtime.setDevice(before)
+
+
+def _destroy_stream(runtime: Any, handle: int) -> None:
+    """Destroy a stream, perhaps at exit; an error that has ended the device was reported before."""
+    with suppress(runtime.CUDARuntimeError):
+        runtime.streamDestroy(handle)
 
 
 def count_devices() -> int:

@@ -55,12 +55,23 @@ class Cuda:
     # The runtime.
 
     class CUDARuntimeError(RuntimeError):
-        pass
+        def __init__(self, status: int = 100) -> None:
+            super().__init__({2: "cudaErrorMemoryAllocation", 100: "cudaErrorNoDevice"}.get(status))
+            self.status = status
+
+    last_error = 0
+    """As cudaGetLastError would tell it."""
+
+    def check_status(self, status: int) -> None:
+        """CuPy's: resets the last error, and raises one."""
+        if status:
+            self.last_error = 0
+            raise Cuda.CUDARuntimeError(status)
 
     def getDeviceCount(self) -> int:  # noqa: N802
         self._initialised = True
         if not self.count:
-            raise Cuda.CUDARuntimeError("cudaErrorNoDevice")
+            raise Cuda.CUDARuntimeError
         return self.count
 
     def getDevice(self) -> int:  # noqa: N802
@@ -107,6 +118,7 @@ class Cuda:
     def eventQuery(self, event: int) -> int:  # noqa: N802
         self._on()
         assert event in self.recorded
+        self.last_error = self.status
         return self.status
 
     def eventElapsedTime(self, start: int, end: int) -> float:  # noqa: N802
@@ -391,9 +403,46 @@ def test_a_failure_on_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     event = device.record(device.new_stream())
     cuda.status = 600
     assert not device.done(event)
+    assert cuda.last_error == 0, "the next check of another library would find this"
     cuda.status = 700
     with pytest.raises(BackendError, match=r"cuda:0: .* CUDA error 700"):
         device.done(event)
+
+
+def test_a_failed_device_makes_no_noise_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call fails then, also one that destroys a stream."""
+    cuda = Cuda(1)
+    modules(cuda, monkeypatch)
+
+    def fails(stream: int) -> None:
+        raise Cuda.CUDARuntimeError(700)
+
+    monkeypatch.setattr(cuda, "streamDestroy", fails)
+    device = CupyDevice(0)
+    device.new_stream()
+    (finalizer,) = device._streams
+    assert finalizer.alive
+    finalizer()
+
+
+def test_pinned_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy has freed its cache by then, and raises the runtime's error."""
+    cuda = Cuda(1)
+    cupy = modules(cuda, monkeypatch)
+    device = CupyDevice(0)
+    device.where = "rank 1 of 2"
+    status = 2
+
+    def fails(nbytes: int) -> None:
+        raise Cuda.CUDARuntimeError(status)
+
+    cupy.cuda.alloc_pinned_memory = fails
+    message = r"^rank 1 of 2: the host has no room for 4,096 bytes of pinned memory, .*Allocation"
+    with pytest.raises(BackendError, match=message):
+        device.pinned(4096)
+    status = 700
+    with pytest.raises(Cuda.CUDARuntimeError):
+        device.pinned(4096)
 
 
 def test_where_memory_runs_out_caches_are_emptied_and_it_is_tried_again(
