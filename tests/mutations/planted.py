@@ -284,6 +284,12 @@ COMM = [
         unit("runtime/test_device_reductions"),
     ),
     Mutation(
+        "comm/device/backend.py",
+        "order.last[0] != self.lane",
+        "False",
+        unit("comm/test_device_backends"),
+    ),
+    Mutation(
         "comm/device/launch_order.py",
         "        while self._turns and left[self._turns[0]]:",
         "        while self._turns and sum(left):",

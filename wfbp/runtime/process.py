@@ -17,6 +17,7 @@ from typing import Any
 
 from wfbp import native
 from wfbp.comm.backend import HostBackend
+from wfbp.comm.device import nccl
 from wfbp.comm.mpi.start_notice import under_launcher
 from wfbp.comm.waiting import num_cores
 from wfbp.config import Config, read_environment, unknown_variables
@@ -60,6 +61,7 @@ def start(
     if problem is not None and backend is None and not under_launcher():
         raise problem
     _set_up_logging(config)
+    nccl.set_variables()
     if backend is None:
         backend = _mpi_backend(comm, config, problem)
     unknown = unknown_variables()

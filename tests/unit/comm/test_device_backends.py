@@ -17,14 +17,17 @@ from tests.support.fake_nccl import FakeNccl
 from tests.support.local import LocalWorld
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm.arrays import Buffer
-from wfbp.comm.device import nccl
+from wfbp.comm.device import links, nccl
 from wfbp.comm.device.backend import Blocks, DeviceBackend
+from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.comm.device.links import connect, why_no_nccl
 from wfbp.comm.device.nccl import OPS, NcclBackend
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.waiting import wait
+from wfbp.config import Config
 from wfbp.core.types import ITEM_BYTES, Op
 from wfbp.errors import BackendError, StallError
+from wfbp.runtime import process
 
 KINDS = ("nccl", "staged")
 LARGE = ("100_mb", "100_mb_of_halves")
@@ -325,7 +328,7 @@ def test_where_there_is_no_id_all_are_staged(caplog: pytest.LogCaptureFixture) -
 def test_an_abort_that_does_not_return_is_not_waited_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "_ABORT_S", 0.05)
+    monkeypatch.setattr(nccl, "_END_S", 0.05)
     ranks = Ranks(1)
     backend = ranks.backend("nccl", 0)
     gate = threading.Event()
@@ -333,6 +336,116 @@ def test_an_abort_that_does_not_return_is_not_waited_for(
     backend.give_up()
     gate.set()
     assert "rank 0 of 1: NCCL has not aborted within 0.05 s" in caplog.text
+
+
+@pytest.mark.parametrize("act", ["abort", "destroy"])
+def test_a_communicator_that_does_not_end_at_exit_is_not_waited_for(
+    act: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as because a rank was killed. Python 3.12 starts no thread at exit."""
+    monkeypatch.setattr(nccl, "_END_S", 0.05)
+    ranks = Ranks(1)
+    backend = ranks.backend("nccl", 0)
+    gate = threading.Event()
+    monkeypatch.setattr(
+        ranks.libraries[0].communicators[0], act, lambda: gate.wait(20.0) or pytest.fail("waited")
+    )
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    if act == "abort":
+        backend.give_up()
+    backend.close()
+    assert not gate.is_set()
+    gate.set()
+    done = "aborted" if act == "abort" else "destroyed its communicator"
+    assert caplog.messages == [f"rank 0 of 1: NCCL has not {done} within 0.05 s"]
+
+
+def test_lanes_run_in_the_order_of_their_launch() -> None:
+    """On the device, too: there a launched collective may wait for its gradients."""
+    ranks = Ranks(2)
+    made = threading.Barrier(2)
+
+    def body(rank: int) -> list[int]:
+        device = ranks.devices[rank]
+        order = LaunchOrder(rank, 2, lambda: None)
+        lanes = [ranks.backend("nccl", rank) for _ in range(2)]
+        for lane in lanes:
+            lane.lane = order.admit(lane.host, timeout_s=60.0)
+            lane.order = order
+        run: list[int] = []
+        update = device.update
+
+        def note(stream: int, target: Buffer, act: Callable[[Buffer], None]) -> None:
+            number = [lane.stream for lane in lanes].index(stream)
+            update(stream, target, lambda copy: (run.append(number), act(copy))[1])
+
+        device.update = note  # type: ignore[method-assign]
+        gate = threading.Event()
+        if rank == 0:  # the first lane's gradients are late
+            device.enqueue(lanes[0].stream, lambda: gate.wait(60.0))
+        made.wait(60.0)
+        works = [lane.all_reduce(np.ones(3, np.float32), "float32", Op.SUM) for lane in lanes]
+        while not all(work.issued() for work in works):
+            pass
+        for _ in range(20):  # the second lane's have the time to run first
+            if device.done(works[1].end):
+                break
+            time.sleep(0.01)
+        gate.set()
+        device.drain()
+        return run
+
+    assert ranks.run(body) == [[0, 1], [0, 1]]
+
+
+def test_init_sets_nccls_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch may make a communicator before the first optimizer; NCCL reads them then."""
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "")
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
+    process.start(backend=LocalWorld(1).backend(0), config=Config())
+    try:
+        assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
+    finally:
+        process.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("value", "version", "shares"),
+    [
+        ("1", 23003, True),
+        ("0x1", 23203, True),
+        ("0", 23203, False),
+        ("", 23203, False),
+        ("yes", 23203, False),
+        ("1", 22809, False),
+        (None, 23203, False),
+    ],
+)
+def test_ranks_share_a_gpu_if_nccl_lets_them(
+    value: str | None,
+    version: int,
+    shares: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv(links.SHARING, raising=False)
+    if value is not None:
+        monkeypatch.setenv(links.SHARING, value)
+    ranks, hosts = Ranks(2), LocalWorld(2)
+    for device, library in zip(ranks.devices, ranks.libraries, strict=True):
+        device.identity = "the same"
+        library.get_version = lambda: version  # type: ignore[method-assign]
+
+    def body(rank: int) -> bool:
+        backend = connect(ranks.devices[rank], hosts.backend(rank), timeout_s=60.0)
+        return isinstance(backend, NcclBackend)
+
+    assert ranks.run(body) == [shares] * 2
+    assert ("ranks 0 and 1 share a GPU" in caplog.text) is not shares
 
 
 def test_the_probe_reads_the_devices_clock() -> None:
@@ -451,15 +564,17 @@ def test_staging_uses_two_pinned_buffers() -> None:
 @pytest.mark.parametrize(
     ("told", "reason"),
     [
-        ([("a", False, ""), ("b", False, "")], ""),
-        ([("a", False, ""), ("a", False, "")], "ranks 0 and 1 share a GPU"),
-        ([("a", True, ""), ("a", True, "")], ""),
-        ([("a", True, ""), ("a", False, "")], "ranks 0 and 1 share a GPU"),
-        ([("a", False, ""), ("b", False, "no NCCL")], "rank 1: no NCCL"),
+        ([("a", None, False, ""), ("b", None, False, "")], ""),
+        ([("a", None, False, ""), ("a", None, False, "")], "ranks 0 and 1 share a GPU"),
+        ([("a", None, True, ""), ("a", None, True, "")], ""),
+        ([("a", None, False, ""), ("a", None, True, "")], "ranks 0 and 1 share a GPU"),
+        ([("a", None, False, ""), ("b", None, False, "no NCCL")], "rank 1: no NCCL"),
+        ([("a", "x", False, ""), ("a", "y", False, "")], ""),
+        ([("a", "x", False, ""), ("a", "x", False, "")], "ranks 0 and 1 share a GPU"),
     ],
 )
-def test_nccl_serves_where_every_rank_can(told: list[tuple[str, bool, str]], reason: str) -> None:
-    keys = ("device", "shares", "problem")
+def test_nccl_serves_where_every_rank_can(told: list[tuple[object, ...]], reason: str) -> None:
+    keys = ("device", "host", "shares", "problem")
     found = why_no_nccl([dict(zip(keys, each, strict=True)) for each in told])
     assert found.startswith(reason)
     assert bool(found) == bool(reason)

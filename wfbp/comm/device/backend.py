@@ -33,31 +33,32 @@ class DeviceWork(Work[None]):
         self.data = data
         self.nbytes = data.nbytes
         self.beside: Work[None] = Finished(None)
-        self._end: Event | None = None
+        self.end: Event | None = None
+        """A place in the backend's stream after the collective, once it is enqueued."""
 
     def conclude(self) -> None:
         """Everything is enqueued on the backend's stream."""
         # Polled instead of synchronized: the host must not block while it holds the progress lock.
-        self._end = self._backend.device.record(self._backend.stream)
+        self.end = self._backend.device.record(self._backend.stream)
 
     @property
     def activity(self) -> int:
-        return self._backend.activity + self.beside.activity + (self._end is not None)
+        return self._backend.activity + self.beside.activity + (self.end is not None)
 
     def issued(self) -> bool:
         """Advance the host's part; True once later work on the stream finds the result. After
         ``BackendError``, because the library below failed, the work is over."""
-        if self._end is None:
+        if self.end is None:
             self._backend.progress()
-        return self.beside.test() and self._end is not None
+        return self.beside.test() and self.end is not None
 
     def test(self) -> bool:
         issued = self.issued()
-        if self._end is None:
+        if self.end is None:
             if self._backend.order is not None:
                 self._backend.order.advance_others()
             return False
-        if self._backend.device.done(self._end):
+        if self._backend.device.done(self.end):
             return issued
         self._backend.check()
         return False
@@ -177,12 +178,17 @@ class DeviceBackend(Backend):
         packed, self._packed = self._packed, None
 
         def launch() -> None:
+            order = self.order
+            if order is not None and order.last is not None and order.last[0] != self.lane:
+                self.device.wait(self.stream, order.last[1])
             if packed is not None:
                 self.device.wait(self.stream, packed)
             if work.nbytes:
                 start(work)
             else:
                 work.conclude()
+            if order is not None:
+                order.last = self.lane, work.end
 
         if self.order is None:
             launch()

@@ -1,9 +1,10 @@
-"""Makes every rank launch the collectives of several communicators on a GPU in one order.
+"""Makes every rank run the collectives of several communicators on a GPU in one order.
 
 A collective's kernel waits on the GPU for those of other ranks. If a GPU cannot run two such
-kernels at once, ranks that launch them in different orders deadlock. Two lanes have no common order
+kernels at once, ranks that run them in different orders deadlock. Two lanes have no common order
 by themselves: rank 0 launches what is ready after it has told the others the lane, and they launch
-that lane's next collective before any other. A single lane needs no order.
+that lane's next collective before any other. On the GPU each collective waits for that of another
+lane before it, which may still wait for its gradients. A single lane needs no order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from wfbp.comm.backend import HostBackend, Mailbox
+from wfbp.comm.device.device import Event
 from wfbp.comm.waiting import Check, wait
 
 
@@ -41,6 +43,8 @@ class LaunchOrder:
         self.advance_others = advance_others
         self._lanes: list[_Lane] = []
         self._mailbox: Mailbox | None = None
+        self.last: tuple[int, Event] | None = None
+        """The lane of the latest launched collective, and an event at its end."""
         self._turns: deque[int] = deque()
         """Lane numbers: on rank 0 as they became ready, elsewhere as rank 0 sent them."""
 

@@ -23,7 +23,10 @@ from wfbp.errors import BackendError, StallError
 CONNECTING = "connecting devices"
 
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""NCCL's variable that allows several ranks on one GPU (2.30 and later)."""
+"""NCCL's variable that allows several ranks on one GPU."""
+
+SHARING_VERSION = 23000
+"""The first NCCL that has it, as ``ncclGetVersion`` tells versions."""
 
 HOST_ID = "NCCL_HOSTID"
 """NCCL's variable with which ranks can pretend to be on different hosts, for tests."""
@@ -115,8 +118,12 @@ def _connect_by_nccl(
         library = device.nccl()
     except ImportError as error:
         problem = str(error)
-    shares = SHARING in os.environ or HOST_ID in os.environ
-    mine: Any = {"device": device.identity, "shares": shares, "problem": problem}
+    mine: Any = {
+        "device": device.identity,
+        "host": os.environ.get(HOST_ID),
+        "shares": library is not None and _lets_ranks_share(library),
+        "problem": problem,
+    }
     payloads = wait(
         host.all_gather_bytes(json.dumps(mine).encode()), timeout_s=timeout_s, check=check
     )
@@ -142,9 +149,24 @@ def why_no_nccl(ranks: list[dict[str, Any]]) -> str:
     for rank, status in enumerate(ranks):
         if status["problem"]:
             return f"rank {rank}: {status['problem']}"
-    first: dict[str, int] = {}
+    if all(status["shares"] for status in ranks):
+        return ""
+    # NCCL takes ranks with different host ids for ranks on different hosts.
+    first: dict[tuple[str, str | None], int] = {}
     for rank, status in enumerate(ranks):
-        other = first.setdefault(status["device"], rank)
-        if other != rank and not status["shares"]:
-            return f"ranks {other} and {rank} share a GPU ({SHARING}=1 lets NCCL 2.30 try)"
+        other = first.setdefault((status["device"], status["host"]), rank)
+        if other != rank:
+            return (
+                f"ranks {other} and {rank} share a GPU ({SHARING}=1 on every rank lets NCCL 2.30 "
+                "and newer try)"
+            )
     return ""
+
+
+def _lets_ranks_share(library: Any) -> bool:
+    """Whether NCCL accepts several ranks of one communicator on a GPU; it reads a C integer."""
+    try:
+        allowed = bool(int(os.environ.get(SHARING, "0"), 0))
+    except ValueError:
+        allowed = False
+    return allowed and bool(library.get_version() >= SHARING_VERSION)

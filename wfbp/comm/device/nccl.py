@@ -1,11 +1,12 @@
 """The backend on NCCL, through CuPy's bindings; each has its own communicator.
 
 All ranks connect in the constructor, where time limits apply: by default NCCL from 2.22 on waits
-for peers in the first call of each algorithm (``NCCL_RUNTIME_CONNECT=1``). Unlike the host, NCCL
+for peers in the first call of each algorithm (:func:`set_variables`). Unlike the host, NCCL
 scales averages before adding, and may round partial sums in half precision. Unequal blocks are
 reduced by an all-reduce, and gathered by a group of broadcasts.
 
-Threads: one thread at a time uses a backend; :class:`Joining` makes the communicator on another.
+Threads: one thread at a time uses a backend. A thread of each communicator makes and ends it,
+because NCCL may not return from that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from concurrent.futures import wait as wait_for_futures
+from queue import SimpleQueue
 from typing import Any
 
 from wfbp.comm.backend import HostBackend, Work
@@ -33,11 +35,17 @@ BYTE = 1
 DTYPES = {"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 """``ncclDataType_t``."""
 
-_ABORT_S = 10.0
+_END_S = 10.0
 _IN_PROGRESS = 7
 """``ncclInProgress``: no error."""
 
 log = logging.getLogger("wfbp")
+
+
+def set_variables() -> None:
+    """Let ranks connect when they join. NCCL reads its variables once, when any library of the
+    process makes the first communicator, so ``wfbp.init()`` sets them."""
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 
 class NcclBackend(DeviceBackend):
@@ -57,7 +65,7 @@ class NcclBackend(DeviceBackend):
         self._timeout_s = timeout_s
         self._who = f"rank {self.rank} of {self.size}"
         self._over = False
-        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+        set_variables()
         mine, problem = b"", None
         if self.rank == 0:
             try:
@@ -77,7 +85,13 @@ class NcclBackend(DeviceBackend):
         # Half of the time: a rank on which NCCL has failed waits for the others, and is to hear
         # from those that wait for it in NCCL before its own time is over.
         limit_s = None if timeout_s is None else timeout_s / 2
-        self._comm = wait(Joining(make, self._who), timeout_s=limit_s, check=check)
+        self._thread = _Thread()
+        try:
+            joining = Joining(self._thread.call(make), self._who)
+            self._comm = wait(joining, timeout_s=limit_s, check=check)
+        except BaseException:
+            self._thread.stop()
+            raise
         if host.local_rank == 0:
             log.info("%s: NCCL %d", self._who, nccl.get_version())
 
@@ -129,17 +143,7 @@ class NcclBackend(DeviceBackend):
 
     def give_up(self) -> None:
         if not self._over:
-            self._over = True
-            # By a thread, because an abort that finds NCCL stuck does not return.
-            aborting = threading.Thread(target=self._comm.abort, name="wfbp-abort", daemon=True)
-            try:
-                aborting.start()
-            except RuntimeError:  # the interpreter is ending, and starts no thread any more
-                self._comm.abort()
-                return
-            aborting.join(_ABORT_S)
-            if aborting.is_alive():
-                log.error("%s: NCCL has not aborted within %g s", self._who, _ABORT_S)
+            self._end("aborted", self._comm.abort)
 
     def close(self) -> None:
         """Destroy the communicator. Collective; waits for incomplete works."""
@@ -147,26 +151,59 @@ class NcclBackend(DeviceBackend):
         if not self._over and not self.settles(self._timeout_s):
             self.give_up()
         if not self._over:
-            self._over = True
-            self.device.use()
-            self._comm.destroy()
+            self._end("destroyed its communicator", self._comm.destroy)
         self.host.close()
+
+    def _end(self, what: str, act: Callable[[], None]) -> None:
+        """End the communicator; an NCCL that is stuck is left alone after some seconds."""
+        self._over = True
+
+        def end() -> None:
+            self.device.use()
+            act()
+
+        ended = self._thread.call(end)
+        self._thread.stop()
+        wait_for_futures([ended], _END_S)
+        if not ended.done():
+            log.error("%s: NCCL has not %s within %g s", self._who, what, _END_S)
+        elif error := ended.exception():
+            log.error("%s: NCCL has not %s: %s", self._who, what, _reason(error))
+
+
+class _Thread:
+    """A thread for calls of NCCL that may not return."""
+
+    # Made early: at the end of a process, when communicators end, Python 3.12 starts no thread.
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="wfbp-nccl", daemon=True).start()
+
+    def call(self, act: Callable[[], Any]) -> Future[Any]:
+        """Have ``act`` called after the calls before."""
+        result: Future[Any] = Future()
+        self._calls.put((act, result))
+        return result
+
+    def stop(self) -> None:
+        """End the thread after its calls."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            act, result = call
+            try:
+                result.set_result(act())
+            except BaseException as error:
+                result.set_exception(error)
+            del call, act, result  # or the thread would keep the communicator
 
 
 class Joining(Work[Any]):
-    """Makes a communicator on a thread; ``make`` returns once every rank has joined."""
+    """A communicator that is being made, which ends once every rank has joined."""
 
-    def __init__(self, make: Callable[[], Any], who: str) -> None:
-        self._who = who
-        self._made: Future[Any] = Future()
-        run = partial(self._run, make)
-        threading.Thread(target=run, name="wfbp-joining", daemon=True).start()
-
-    def _run(self, make: Callable[[], Any]) -> None:
-        try:
-            self._made.set_result(make())
-        except BaseException as error:
-            self._made.set_exception(error)
+    def __init__(self, made: Future[Any], who: str) -> None:
+        self._made, self._who = made, who
 
     def test(self) -> bool:
         return self._made.done()
