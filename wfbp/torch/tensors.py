@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -159,7 +161,29 @@ def location_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Locatio
             f"{name}: all parameters of an optimizer must be on one device; found {shown}"
         )
     place = next(iter(places), torch.device("cpu"))
-    return in_host_memory if place.type == "cpu" else OnDevice(cuda_device(place.index or 0))
+    if place.type == "cpu":
+        return in_host_memory
+    _warn_of_other_communicators()
+    return OnDevice(cuda_device(place.index or 0))
+
+
+@functools.cache
+def _warn_of_other_communicators() -> None:
+    """Warn once if torch.distributed uses NCCL, because only wfbp's own collectives are ordered."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if "nccl" in distributed.get_backend_config() and not os.environ.get(
+        "NCCL_LAUNCH_ORDER_IMPLICIT"
+    ):
+        logging.getLogger("wfbp").warning(
+            "torch.distributed uses NCCL, as wfbp does. If its collectives (of DDP, FSDP or "
+            "torch.nn.SyncBatchNorm) run while gradients are averaged, ranks may run both in "
+            "different orders, and wait for each other for ever. Use wfbp.torch.SyncBatchNorm, "
+            "call optimizer.synchronize() before other collectives, or use schedule='single'; or "
+            "set NCCL_LAUNCH_ORDER_IMPLICIT=1 and NCCL_LAUNCH_RACE_FATAL=0 (NCCL 2.26, CUDA 12.3). "
+            "Call wfbp.init() before init_process_group()"
+        )
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,37 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(process, "_runtime", placed)
     assert set_local_device() == torch.device("cuda", 2)
     assert chosen == [2]
+
+
+@pytest.mark.parametrize(
+    ("backend", "order", "warns"),
+    [
+        ("nccl", "", True),
+        ("cpu:gloo,cuda:nccl", "", True),
+        ("nccl", "1", False),
+        ("gloo", "", False),
+        (None, "", False),
+    ],
+)
+def test_other_communicators_on_the_gpu_are_warned_of(
+    backend: str | None,
+    order: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once; DDP beside wfbp may deadlock."""
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", order)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: backend is not None)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(tensors, "cuda_device", lambda index: None)
+    tensors._warn_of_other_communicators.cache_clear()
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    for _ in range(2):
+        location_of("SGD", [("weight", on_gpu)])
+    tensors._warn_of_other_communicators.cache_clear()
+    assert len(caplog.messages) == warns
+    assert ("NCCL_LAUNCH_ORDER_IMPLICIT=1" in caplog.text) is warns
 
 
 def test_without_cupy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
