@@ -1,9 +1,9 @@
 """Train an Equinox model on the handwritten digits that scikit-learn ships.
 
-    mpirun -np 2 python examples/jax_equinox.py
+    pip install -e ".[mpich,jax,examples]" equinox
+    wfbprun -n 2 examples/jax_equinox.py
 
 The global batch is the same for any number of ranks, and so is the run, up to rounding.
-Needs Equinox: pip install equinox.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Train a Flax NNX model on the handwritten digits that scikit-learn ships.
 
-    mpirun -np 2 python examples/jax_flax_nnx.py
+    pip install -e ".[mpich,jax,examples]" flax
+    wfbprun -n 2 examples/jax_flax_nnx.py
 
 The global batch is the same for any number of ranks, and so is the run, up to rounding.
-Needs Flax: pip install flax.
 """
 
 from __future__ import annotations

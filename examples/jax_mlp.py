@@ -1,6 +1,7 @@
 """Train a small network on the handwritten digits that scikit-learn ships, in plain JAX.
 
-    mpirun -np 2 python examples/jax_mlp.py
+    pip install -e ".[mpich,jax,examples]"
+    wfbprun -n 2 examples/jax_mlp.py
 
 The global batch is the same for any number of ranks, so every run follows the same trajectory up
 to rounding, whatever the number of ranks and the schedule.

@@ -1,9 +1,10 @@
 """Train a small character-level GPT on the source code of Python's standard library, with Flax.
 
-    mpirun -np 2 python examples/jax_transformer.py
+    pip install -e ".[mpich,jax]" flax
+    wfbprun -n 2 examples/jax_transformer.py
 
 The lines that make it data-parallel are marked with an arrow; all else is plain JAX, Flax and
-optax. Needs Flax: pip install flax.
+optax.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import optax
 from flax import linen as nn
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 import wfbp.jax as wfbp  # <-
 
@@ -94,15 +94,14 @@ def main() -> None:
     window = np.arange(options.context + 1)
     losses: list[float] = []
     start = 0.0
-    with tqdm(total=options.steps, unit="step", disable=wfbp.rank() > 0, mininterval=1) as bar:
-        for number in range(options.steps):
-            starts = random.integers(len(tokens) - len(window), size=(options.batch, 1))
-            params, state, loss = step(params, state, tokens[starts + window])
-            bar.update()
-            if number % 10 == 0 or number == options.steps - 1:
-                losses.append(float(wfbp.average_metrics(loss)))  # <- mean over ranks
-                bar.set_postfix(loss=f"{losses[-1]:.3f}")
-            start = start or time.perf_counter()  # behind the first step, which compiles
+    for number in range(options.steps):
+        starts = random.integers(len(tokens) - len(window), size=(options.batch, 1))
+        params, state, loss = step(params, state, tokens[starts + window])
+        if number % 10 == 0 or number == options.steps - 1:
+            losses.append(float(wfbp.average_metrics(loss)))  # <- mean over ranks
+            if wfbp.rank() == 0:
+                print(f"step {number}: loss {losses[-1]:.3f}", flush=True)
+        start = start or time.perf_counter()  # after the first step, which compiles
     seconds = time.perf_counter() - start
     sums = wfbp.allgather_object(checksum(params))
     if wfbp.rank() == 0:

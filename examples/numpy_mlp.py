@@ -1,6 +1,7 @@
 """Train an MLP without any framework: NumPy, a backward pass by hand, and a GradientReducer.
 
-    mpirun -np 2 python examples/numpy_mlp.py
+    pip install -e ".[mpich,examples]"
+    wfbprun -n 2 examples/numpy_mlp.py
 
 Each gradient is handed over as soon as it exists; it travels while the next one is computed.
 """

@@ -1,5 +1,6 @@
 """Train a small GPT by DistributedDataParallel and by wfbp over the same slow link.
 
+    pip install -e ".[mpich,torch,report]"
     python examples/overlap.py             # as root: a link of 450 Mbit/s between two namespaces
     python examples/overlap.py --no-link   # anywhere: two ranks in shared memory
 

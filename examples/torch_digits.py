@@ -1,6 +1,7 @@
 """Train a convolutional network on the handwritten digits that scikit-learn ships.
 
-    mpirun -np 2 python examples/torch_digits.py
+    pip install -e ".[mpich,torch,examples]"
+    wfbprun -n 2 examples/torch_digits.py
 
 The global batch is the same for any number of ranks, so every run follows the same trajectory up
 to rounding, whatever the number of ranks and the schedule: test accuracies agree within 0.6

@@ -1,6 +1,7 @@
 """Train a small character-level GPT on the source code of Python's standard library.
 
-    mpirun -np 2 python examples/torch_gpt.py
+    pip install -e ".[mpich,torch]"
+    wfbprun -n 2 examples/torch_gpt.py
 
 The lines that make it data-parallel are marked with an arrow; all else is plain PyTorch.
 """
@@ -64,8 +65,6 @@ class GPT(nn.Module):
 
 
 def main() -> None:
-    from tqdm import tqdm
-
     options = arguments()
     wfbp.init()  # <-
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // wfbp.local_size()))
@@ -89,20 +88,19 @@ def main() -> None:
     window = torch.arange(options.context + 1)
     losses: list[float] = []
     start = time.perf_counter()
-    with tqdm(total=options.steps, unit="step", disable=wfbp.rank() > 0, mininterval=1) as bar:
-        for step in range(options.steps):
-            starts = torch.randint(len(tokens) - len(window), (options.batch, 1), generator=random)
-            batch = tokens[starts + window]
-            logits = model(batch[:, :-1])
-            loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            bar.update()
-            if step % 10 == 0 or step == options.steps - 1:
-                losses.append(wfbp.allreduce(loss.detach()).item())  # <- mean over ranks
-                bar.set_postfix(loss=f"{losses[-1]:.3f}")
+    for step in range(options.steps):
+        starts = torch.randint(len(tokens) - len(window), (options.batch, 1), generator=random)
+        batch = tokens[starts + window]
+        logits = model(batch[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 10 == 0 or step == options.steps - 1:
+            losses.append(wfbp.allreduce(loss.detach()).item())  # <- mean over ranks
+            if wfbp.rank() == 0:
+                print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
     seconds = time.perf_counter() - start
     if wfbp.rank() == 0:
         count = options.steps * options.batch * options.context * wfbp.size()

@@ -65,25 +65,33 @@ class Diff(NamedTuple):
 def commands() -> list[tuple[str, str]]:
     """Page and text of every command shown, in fenced blocks of ``console`` and indented ones.
 
-    A line of an indented block is a command if it begins with a prompt or with the name of a
-    program that the documentation uses.
+    Options of a command may go on in its next line.
     """
     made = []
     for page in pages():
-        text = (ROOT / page).read_text()
-        blocks = [(block, True) for block in fenced(page, "console")]
-        outside = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.DOTALL | re.MULTILINE)
-        blocks += [
-            (textwrap.dedent(block), False)
-            for block in re.findall(r"(?:(?<=\n\n)|^)((?: {4}.*\n|\n(?= {4}))+)", outside)
-        ]
-        for block, prompts in blocks:
-            for line in re.sub(r"\\\n\s*", "", block).splitlines():
-                if line.startswith("$ "):
-                    made.append((page.as_posix(), line[2:]))
-                elif not prompts and re.match(BEGINNINGS, line):
-                    made.append((page.as_posix(), line))
-    return [(page, re.sub(r"\s+#\s.*", "", line).strip()) for page, line in made]
+        language = ""
+        for line in re.sub(r"\\\n\s*", "", (ROOT / page).read_text()).splitlines():
+            if fence := re.match(r" *```(\S*)", line):
+                language = "" if language else fence[1] or "text"
+            elif command := command_of(line, language):
+                made.append((page.as_posix(), command))
+    return made
+
+
+def command_of(line: str, language: str) -> str:
+    """The command of a line, if it is one, in a fenced block of this language or in none ("").
+
+    A line of an indented block is a command if it begins with a prompt or with the name of a
+    program that the documentation uses.
+    """
+    shown = line.strip()
+    if language not in ("", "console") or not (language or line.startswith("    ")):
+        return ""
+    if shown.startswith("$ "):
+        shown = shown[2:]
+    elif language or not re.match(BEGINNINGS, shown):
+        return ""
+    return re.sub(r"\s+#\s.*", "", shown).strip()
 
 
 BEGINNINGS = (

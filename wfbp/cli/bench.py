@@ -10,6 +10,7 @@ import numpy as np
 
 from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import milliseconds, print_table
+from wfbp.errors import WfbpError
 
 
 @click.group("bench")
@@ -33,8 +34,12 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
     from a seed. ddp has PyTorch's default buckets, ddp-best the fastest of three other sizes.
     """
-    from wfbp.bench import training as benchmark
-
+    try:
+        from wfbp.bench import training as benchmark
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise WfbpError("the benchmark needs PyTorch: pip install 'wfbp[torch]'") from error
     names = [name for name in contestants.split(",") if name]
     make = benchmark.model_named(model)
     for name in names:
