@@ -47,7 +47,7 @@ def record(folder: Path, schedules: tuple[str, ...] = SCHEDULES) -> None:
         settings |= {"WFBP_THRESHOLD_BYTES": "4M", "OMP_NUM_THREADS": "1"}
         program = ["--", sys.executable, str(HERE / "train.py")]
         subprocess.run(
-            [*link, "run", "--rate", "500mbit", "-np", "2", *program],
+            [*link, "run", "--rate", "500mbit", "-np", "2", "--expect-bytes", "1000000", *program],
             env={**os.environ, **settings},
             check=True,
         )

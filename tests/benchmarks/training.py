@@ -237,6 +237,7 @@ def launch_command(link: str, ranks: int, hosts: int = 2) -> list[str]:
     if not LINK_SCRIPT.exists():
         raise SystemExit(f"--link needs a checkout of the project: {LINK_SCRIPT} not found")
     placed = ["--hosts", str(hosts), "--rate", link, "-np", str(ranks)]
+    placed += ["--expect-bytes", "1000000"]  # more than starting a job takes
     return [sys.executable, str(LINK_SCRIPT), "run", *placed, "--"]
 
 
