@@ -43,6 +43,15 @@ def test_the_error_names_what_to_install_for_pytorch() -> None:
     assert "pip install 'wfbp[torch]'" in last
 
 
+@pytest.mark.parametrize("name", ["lightning", "huggingface"])
+def test_the_error_of_an_integration_names_its_extra(name: str) -> None:
+    program = f"import sys; sys.modules['torch'] = None\nimport wfbp.integrations.{name}"
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.stderr.strip().endswith(f"pip install 'wfbp[{name}]'")
+
+
 def test_builds_require_no_framework() -> None:
     """A user of PyTorch downloads no JAX: the handlers are compiled where JAX is, at first use."""
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11

@@ -17,10 +17,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 try:
     import accelerate
+    import torch
     import transformers
     from accelerate.data_loader import SeedableRandomSampler, get_sampler
     from accelerate.state import PartialState

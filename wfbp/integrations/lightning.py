@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 try:
+    import torch
     from lightning.fabric.plugins.environments import MPIEnvironment
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.types import ReduceOp
