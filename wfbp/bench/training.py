@@ -29,6 +29,7 @@ from torch import nn
 
 import wfbp.torch
 import wfbp.torch.distributed
+from wfbp.core.ranks import counted
 from wfbp.runtime.runtime import FORWARDING_S
 
 Batch = tuple[Any, ...]
@@ -246,7 +247,7 @@ def run(make: Make, names: Sequence[str], rounds: int, device: str) -> list[Cont
     state = {k: v.clone() for k, v in contestants[0].model.state_dict().items()}
     for contestant in contestants:
         contestant.reset(state, TIMED_RATE)
-        _say(f"{contestant.name}: ready after {_warm_up(contestant, batches)} steps")
+        _say(f"{contestant.name}: ready after {counted(_warm_up(contestant, batches), 'step')}")
     reference = next(c for c in contestants if c.name == REFERENCE)
     _compare(contestants, reference, state, batches)
     for contestant in contestants:

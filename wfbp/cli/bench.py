@@ -10,6 +10,7 @@ import numpy as np
 
 from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import milliseconds, print_table
+from wfbp.core.ranks import counted
 from wfbp.errors import WfbpError
 
 
@@ -68,5 +69,5 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
         f"Iterations of {model}",
         ("<", "median ms", "IQR ms", "CPU ms", f"of {benchmark.REFERENCE}"),
         rows,
-        [f"{about['ranks']} ranks; {about['machine']}; {about['mpi']}; {versions}"],
+        [f"{counted(about['ranks'], 'rank')}; {about['machine']}; {about['mpi']}; {versions}"],
     )

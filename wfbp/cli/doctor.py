@@ -26,6 +26,7 @@ import click
 from wfbp.cli.inputs import json_option
 from wfbp.cli.run import check_hosts
 from wfbp.config import read_environment, unknown_variables, variables
+from wfbp.core.ranks import counted
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program
 from wfbp.launcher.hosts import Host, allocation, interfaces, parse_hosts
@@ -76,7 +77,7 @@ def command(self_test: bool, hosts: str | None, ssh: str, as_json: bool) -> None
             click.echo(f"{shown:14}{marked}{finding['text']}", color=color)
             if finding["remedy"]:
                 click.secho(f"{'':23}-> {finding['remedy']}", bold=True, color=color)
-        click.echo(f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem")
+        click.echo(counted(problems, "problem") if problems else "no problem")
     if problems:
         raise SystemExit(1)
 
@@ -189,21 +190,22 @@ def _batch_system() -> Findings:
 def _cores() -> Findings:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     usable = usable or 1
-    yield OK, f"{usable} of {os.cpu_count()} cores are usable here", ""
+    cores = counted(usable, "core")
+    yield OK, f"{usable} of {counted(os.cpu_count() or 1, 'core')} usable here", ""
     quota, period = CGROUP_CPU.read_text().split() if CGROUP_CPU.exists() else ("max", "1")
     if quota != "max" and (share := float(quota) / float(period)) < usable - 0.01:
         text = f"the container may use {share:.1f} of these cores: ranks take turns"
         yield PROBLEM, text, "raise the container's limit, or start fewer ranks and threads"
     busy = os.getloadavg()[0]
     if busy > max(1.0, usable / 2):
-        text = f"about {busy:.1f} threads have kept {usable} cores busy in the last minute"
+        text = f"about {busy:.1f} threads have kept {cores} busy in the last minute"
         yield NOTE, text, "find other programs by `top`: all ranks wait for the slowest"
     granted: tuple[Host, ...] = ()
     with suppress(ValueError):  # the batch system's topic reports it
         _, granted = allocation(os.environ)
     ranks = sum(host.slots for host in granted if host.is_local) or 1
     if ranks > usable:
-        text = f"{ranks} ranks are granted here, and {usable} cores: ranks take turns"
+        text = f"{ranks} ranks are granted here, and {cores}: ranks take turns"
         remedy = "ask for a core per rank (Slurm: --cpus-per-task), or start fewer: wfbprun -n N"
         yield PROBLEM, text, remedy
     threads = os.environ.get("OMP_NUM_THREADS")
@@ -213,7 +215,7 @@ def _cores() -> Findings:
         yield NOTE, text, remedy
     elif (number(("OMP_NUM_THREADS",), os.environ) or 0) * ranks > usable:
         each = f"{ranks} ranks of {threads} threads" if ranks > 1 else f"{threads} threads per rank"
-        text = f"OMP_NUM_THREADS={threads}: {each} on {usable} cores: threads wait for each other"
+        text = f"OMP_NUM_THREADS={threads}: {each} on {cores}: threads wait for each other"
         yield PROBLEM, text, f"unset it and {remedy}"
     else:
         yield OK, f"OMP_NUM_THREADS={threads}", ""
@@ -312,7 +314,8 @@ def _self_test(hosts: tuple[Host, ...] = (), ssh: str = "ssh") -> Findings:
             words, capture_output=True, text=True, timeout=SELF_TEST_S, stdin=subprocess.DEVNULL
         )
     except BackendError as error:
-        yield PROBLEM, str(error), "fix what keeps ssh from reaching it, then run this again"
+        text = str(error).replace(", or start with --no-check", "")  # an option of wfbprun
+        yield PROBLEM, text, "fix what keeps ssh from reaching it, then run this again"
         return
     except subprocess.TimeoutExpired:
         text = f"{num_ranks} ranks{where} did not end within {SELF_TEST_S:g} s"

@@ -14,6 +14,7 @@ import click
 from wfbp.core.checks import one_of, read_json, whole
 from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS
+from wfbp.core.ranks import counted
 from wfbp.core.trace import Trace
 from wfbp.launcher.hosts import MOST_RANKS
 
@@ -55,7 +56,7 @@ def _schedules(ctx: click.Context, param: click.Parameter, text: str) -> tuple[s
 
 
 schedule_option = partial(
-    click.option, "--schedule", "names", callback=_schedules, metavar="NAME,...", default="all"
+    click.option, "--schedule", "names", callback=_schedules, metavar="NAME,..."
 )
 
 
@@ -123,8 +124,8 @@ def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
     first = runs[name].ranks[0]
     if first.trace is None or first.costs is None:
         raise ValueError(
-            f"{folder}: the run ended after {first.steps} steps, in its {first.phase} phase, "
-            "before model and network were measured; train for more steps"
+            f"{folder}: the run ended after {counted(first.steps, 'step')}, in its {first.phase} "
+            "phase, before model and network were measured; train for more steps"
         )
     trace = replace(first.trace, model=first.about["model"] or first.trace.model)
     return runs[name], trace, first.costs

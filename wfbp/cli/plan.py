@@ -13,6 +13,7 @@ from wfbp.cli.run_files import BELOW_BOUND, Run
 from wfbp.cli.tables import milliseconds, print_table, size
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.planners import PLANNERS, RECOMMENDED, plan
+from wfbp.core.ranks import counted
 from wfbp.core.timeline import IterationForecast, timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, Phase
@@ -23,8 +24,9 @@ _SAME = 1e-9  # relative; rounding may differ by as much
 @click.command("plan", short_help="Predict one iteration, by one schedule or by all.", epilog=NAMES)
 @model_arguments
 @schedule_option(
+    default="all",
     help=f"Recommended: {', '.join(n for n in RECOMMENDED if n in PLANNERS)}. For comparison: "
-    f"{', '.join(n for n in PLANNERS if n not in RECOMMENDED)}; or all."
+    f"{', '.join(n for n in PLANNERS if n not in RECOMMENDED)}; or all.",
 )
 @json_option
 def command(
@@ -43,6 +45,7 @@ def command(
     if as_json:
         told = [_document(result) for result in results]
         comparison = {
+            "format": "wfbp-forecasts/1",
             "schedule": "all" if len(names) == len(PLANNERS) else ",".join(names),
             "best": names[first],
             "schedules": told,
@@ -60,6 +63,7 @@ def _document(result: IterationForecast) -> dict[str, Any]:
     figures = ("iteration_s", "exposed_s", "lower_bound_s", "ratio_to_lower_bound")
     plan = result.plan
     return {
+        "format": "wfbp-forecast/1",
         "schedule": plan.schedule,
         "predicted": {name: getattr(result, name) for name in figures},
         "groups": [
@@ -86,8 +90,9 @@ def _print_one(result: IterationForecast, trace: Trace, notes: Sequence[str]) ->
         times = map(milliseconds, (at.start_s, at.end_s, at.exposed_s))
         cells.append((str(index), group.operation.value, members, size(at.nbytes), *times, why))
     print_table(
-        f"{trace.model or 'model'}: schedule {result.plan.schedule}, {len(groups)} groups of "
-        f"{len(tensors)} tensors, {size(result.plan.total_bytes)}; times in ms",
+        f"{trace.model or 'model'}: schedule {result.plan.schedule}, "
+        f"{counted(len(groups), 'group')} of {counted(len(tensors), 'tensor')}, "
+        f"{size(result.plan.total_bytes)}; times in ms",
         ("#", "<operation", "<tensors", "size", "start", "end", "exposed", "<why"),
         cells,
         [
@@ -104,7 +109,7 @@ def _print_all(
 ) -> None:
     least_s = results[first].iteration_s
     print_table(
-        f"{trace.model or 'model'}: {len(trace.tensors)} tensors, "
+        f"{trace.model or 'model'}: {counted(len(trace.tensors), 'tensor')}, "
         f"{size(sum(trace.backward_bytes))}; times in ms",
         ("<schedule", "messages", "iteration", "exposed", "T/LB", "over best"),
         [
@@ -157,7 +162,7 @@ def _about_bound(bound_s: float, run: Run | None) -> list[str]:
     ]
     notes = [
         bound,
-        f"the run itself, by {ran.schedule} in {len(ran.groups)} messages: "
+        f"the run itself, by {ran.schedule} in {counted(len(ran.groups), 'message')}: "
         f"{', '.join(known) or 'not yet measured'}",
     ]
     return notes + run.missing

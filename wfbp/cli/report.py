@@ -13,6 +13,7 @@ from wfbp.cli.run_files import BELOW_BOUND, Run, load_runs
 from wfbp.cli.tables import milliseconds, size
 from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.planners import PLANNERS, plan
+from wfbp.core.ranks import counted
 from wfbp.core.timeline import IterationForecast, timeline
 from wfbp.runtime.tuning.candidates import reordered
 
@@ -86,7 +87,7 @@ def verdict(run: Run, forecasts: Sequence[IterationForecast]) -> str:
     first = run.ranks[0]
     measured_s, exposed_s = run.slowest("measured_iteration_s"), run.slowest("exposed_s")
     if measured_s is None:
-        return f"Too early to judge: {first.steps} steps, in the phase {first.phase}."
+        return f"Too early to judge: {counted(first.steps, 'step')}, in the phase {first.phase}."
     if late := _late_rank(run):
         rank, for_rank, seconds = late
         return f"Rank {rank} waits {_short(seconds)} of every iteration for rank {for_rank}."
@@ -138,7 +139,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     about, missing = first.about, f"not yet: {first.phase}"
     hosts = list(dict.fromkeys(host for rank in run.ranks if (host := rank.about["host"])))
     specs = first.plan.tensors
-    counted = f"{sum(s.numel for s in specs):,} parameters in {len(specs)} tensors"
+    num_parameters = counted(sum(s.numel for s in specs), "parameter")
+    parts = f"{num_parameters} in {counted(len(specs), 'tensor')}"
     ratio, kappa = run.slowest("ratio_to_lower_bound"), first.figures["kappa"]
     times = {
         "iteration, measured": run.slowest("measured_iteration_s"),
@@ -148,7 +150,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     }
     facts = [
         ("optimizer", run.name),
-        ("model", f"{about['model']}: {counted}" if about["model"] else counted),
+        ("model", f"{about['model']}: {parts}" if about["model"] else parts),
         ("gradients", size(first.plan.total_bytes)),
         ("ranks", str(run.size)),
         ("hosts", ", ".join(hosts)),

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from wfbp.core.checks import check_format, instance, number, read_json, whole
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
+from wfbp.core.ranks import counted
 from wfbp.core.trace import Trace
 from wfbp.launcher.hosts import MOST_RANKS
 
@@ -101,8 +102,8 @@ def _joined(name: str, rows: Sequence[tuple[Path, int, RankRun]]) -> Run:
     for path, other_size, run in rows[1:]:
         if other_size != size:
             raise ValueError(
-                f"{path}: of a run with {other_size} ranks, {first_path.name} of one with {size}; "
-                f"{remedy}"
+                f"{path}: of a run with {counted(other_size, 'rank')}, {first_path.name} of one "
+                f"with {size}; {remedy}"
             )
         if run.plan != first.plan:
             raise ValueError(f"{path}: has another plan than {first_path.name}; {remedy}")
@@ -150,7 +151,8 @@ def _iteration(place: str, row: Any, plan: Plan) -> dict[str, Any]:
     ready = instance(f"{place}.ready_s", instance(place, row, dict).get("ready_s"), list)
     if len(ready) != len(plan.tensors):
         raise ValueError(
-            f"{place}.ready_s: {len(ready)} times for {len(plan.tensors)} tensors of the plan"
+            f"{place}.ready_s: {counted(len(ready), 'time')} for "
+            f"{counted(len(plan.tensors), 'tensor')} of the plan"
         )
     groups = []
     for i, stamps in enumerate(instance(f"{place}.groups", row.get("groups"), list)):

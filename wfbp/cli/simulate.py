@@ -12,12 +12,15 @@ from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, sch
 from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.cost import Costs
+from wfbp.core.planners import PLANNERS, RECOMMENDED
+from wfbp.core.ranks import counted
 from wfbp.launcher.hosts import MOST_RANKS
 from wfbp.sim.scaling import ALGORITHMS, Link, Node, control_s, link_of, scale
 from wfbp.sim.sweep import SweepRow, sweep
 
 DEFAULT_WORKERS = ",".join(str(2**k) for k in range(2, 12))
 HIERARCHICAL = "hierarchical"
+SHOWN = tuple(name for name in RECOMMENDED if name in PLANNERS)
 FAST = 10.0
 """How many times faster links within a host are than those between hosts, if nothing tells."""
 
@@ -45,7 +48,10 @@ def _counts(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
     default="ring",
     help="How all-reduce works among them.",
 )
-@schedule_option(help="Schedules to compare.")
+@schedule_option(
+    default=",".join(SHOWN),
+    help="Schedules to compare, or all. auto takes the best one that its trial finds.",
+)
 @click.option(
     "--measured-on",
     type=click.IntRange(2, MOST_RANKS),
@@ -118,7 +124,8 @@ def command(
             }
             for row in rows
         ]
-        document = {"model": model.model, "algorithm": algorithm, "results": results}
+        document = {"format": "wfbp-simulation/1", "model": model.model, "algorithm": algorithm}
+        document["results"] = results
         click.echo(json.dumps(document, indent=1, allow_nan=False))
         return
     if per_link:
@@ -137,7 +144,7 @@ def command(
         [
             "efficiency and speed-up are those of the best schedule, over one worker",
             f"control messages before the first plan take at most {control_s(link, most):.2g} s "
-            f"with {most} workers",
+            f"with {counted(most, 'worker')}",
             origin,
         ],
     )
@@ -149,13 +156,18 @@ def _link(costs: Costs, measured_on: int) -> Link:
     return Link(pair.alpha_s / 2, pair.beta_s_per_byte)
 
 
+def _milliseconds(seconds: float) -> str:
+    """With a decimal, if there are at most three digits before it."""
+    return f"{seconds * 1e3:,.{1 if seconds < 1 else 0}f}"
+
+
 def _cells(rows: Sequence[SweepRow]) -> list[str]:
     """A line of the table: all schedules on one number of workers."""
     chosen = rows[best([row.iteration_s for row in rows], [row.num_groups for row in rows])]
     return [
         str(chosen.workers),
-        *(f"{row.iteration_s * 1e3:,.1f}" for row in rows),
-        f"{chosen.lower_bound_s * 1e3:,.1f}",
+        *(_milliseconds(row.iteration_s) for row in rows),
+        _milliseconds(chosen.lower_bound_s),
         chosen.schedule,
         f"{chosen.efficiency:.1%}",
         f"{chosen.speedup:,.1f}",

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 250
 """Width of a pipe or a file; tables are wider if they need to be."""
-FOLDED = 24
+FOLDED = 16
 """The narrowest that a column of text becomes in a terminal."""
+GAP = 3
+"""Columns of the terminal between two of a table."""
 
 
 def print_table(
@@ -24,7 +26,8 @@ def print_table(
 ) -> None:
     """Print a table; ``<`` before a heading marks a column of text, aligned on the left.
 
-    In a terminal texts are folded to fit; numbers never are.
+    In a terminal texts are folded to fit; numbers never are. Columns that do not fit beside the
+    others follow in a further table, after the first column.
     """
     from rich import box
     from rich.cells import cell_len
@@ -32,22 +35,33 @@ def print_table(
     from rich.text import Text
 
     rows = [[" ".join(cell.splitlines()) for cell in row] for row in rows]
-    table = Table(box=box.SIMPLE_HEAD)
-    needed = 1
-    for heading, *cells in zip(headings, *rows, strict=True):
-        name = heading.removeprefix("<")
-        side: Literal["left", "right"] = "right" if name == heading else "left"
-        width = max(map(cell_len, (name, *cells)))
-        if side == "left" and sys.stdout.isatty():
-            width = min(width, FOLDED)
-        needed += width + 3
-        table.add_column(name, justify=side, min_width=width, overflow="fold")
-    for index, row in enumerate(rows):
-        table.add_row(*map(Text, row), style="bold green" if index == best else "")
     out = console()
-    out.size = (max(out.width, needed), out.height)
+    in_terminal = sys.stdout.isatty()
+    columns = list(zip(headings, *rows, strict=True))
+    widths = []
+    for heading, *cells in columns:
+        width = max(map(cell_len, (heading.removeprefix("<"), *cells)))
+        is_text = heading.startswith("<") and in_terminal
+        widths.append(min(width, FOLDED) if is_text else width)
+    parts: list[list[int]] = [[0]]
+    for index in range(1, len(columns)):
+        needed = sum(widths[k] + GAP for k in [*parts[-1], index])
+        if in_terminal and needed > out.width and len(parts[-1]) > 1:
+            parts.append([0])
+        parts[-1].append(index)
     out.print(Text(title, style="bold"))
-    out.print(table)
+    for part in parts:
+        table = Table(box=box.SIMPLE_HEAD)
+        for k in part:
+            name = headings[k].removeprefix("<")
+            side: Literal["left", "right"] = "right" if name == headings[k] else "left"
+            table.add_column(name, justify=side, min_width=widths[k], overflow="fold")
+        for index, row in enumerate(rows):
+            style = "bold green" if index == best else ""
+            table.add_row(*(Text(row[k]) for k in part), style=style)
+        needed = sum(widths[k] + GAP for k in part) + 1
+        out.size = (max(out.width, needed), out.height)
+        out.print(table)
     for note in notes:
         out.print(Text(note), soft_wrap=True)  # commands and paths can be copied
 

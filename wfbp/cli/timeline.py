@@ -9,6 +9,7 @@ import click
 
 from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import print_table
+from wfbp.core.ranks import counted
 
 MERGED = "timeline.json"
 _WHY_EMPTY = "its rank was killed, the file was cut, or the job had one rank"
@@ -60,7 +61,7 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
         steps = f"{row['first_step']}-{row['last_step']}"
         cells.append([str(row["rank"]), row["optimizer"], steps, *shown, hidden])
     print_table(
-        f"Medians of {len(paths) - len(empty)} timelines, in ms",
+        f"Medians of {counted(len(paths) - len(empty), 'timeline')}, in ms",
         ("rank", "<optimizer", "steps", *_TIMES[:-1], "sending", "hidden"),
         cells,
         [

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from wfbp.core.checks import check_format, unique, whole
+from wfbp.core.ranks import counted
 from wfbp.core.types import Operation, Phase, TensorSpec
 
 T = TypeVar("T")
@@ -136,9 +137,8 @@ class Plan:
     @property
     def summary(self) -> str:
         """A short description, such as ``single, 1 group after backward``."""
-        num_groups = len(self.groups)
         late = "" if self.overlap else " after backward"
-        return f"{self.schedule}, {num_groups} group{'s' * (num_groups != 1)}{late}"
+        return f"{self.schedule}, {counted(len(self.groups), 'group')}{late}"
 
     @cached_property
     def digest(self) -> str:

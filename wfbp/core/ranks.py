@@ -1,4 +1,4 @@
-"""Ranks as messages show them."""
+"""Ranks and counts as messages show them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from collections.abc import Mapping, Sequence
 
 _MOST_RANKS = 16
 _MOST_VALUES = 4
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, for one or for several.
+
+    >>> counted(1, "group"), counted(2048, "worker")
+    ('1 group', '2,048 workers')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

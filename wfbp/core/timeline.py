@@ -14,6 +14,7 @@ import numpy as np
 from wfbp.core.bound import lower_bound_s, ratio_to_lower_bound
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
+from wfbp.core.ranks import counted
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, Phase
 
@@ -202,7 +203,8 @@ def check_same_tensors(plan: Plan, trace: Trace) -> None:
     """Raise ``ValueError`` with the first difference if a plan is for another model."""
     if len(plan.tensors) != len(trace.tensors):
         raise ValueError(
-            f"the plan is of {len(plan.tensors)} tensors, the trace of {len(trace.tensors)}"
+            f"the plan is of {counted(len(plan.tensors), 'tensor')}, the trace of "
+            f"{len(trace.tensors)}"
         )
     for index, (ours, row) in enumerate(zip(plan.tensors, trace.tensors, strict=True)):
         theirs = row.spec

@@ -12,6 +12,7 @@ from wfbp.comm.memory import Dependencies, Memory, Stamp
 from wfbp.comm.probe import WINDOW
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan, split_by_dtype
+from wfbp.core.ranks import counted
 from wfbp.core.sequencer import Sequencer
 from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError, WfbpError
@@ -267,7 +268,9 @@ class Lane:
         if first == len(sizes) or missing == sizes or len(missing) != len(sizes):
             return f"{place}: nothing posted yet"
         count = missing[first]
-        waits = f"waiting for {count} gradients" if count else "before its end, with all gradients"
+        waits = "before its end, with all gradients"
+        if count:
+            waits = f"waiting for {counted(count, 'gradient')}"
         return (
             f"{place}: {waits} of group {first + 1} of {len(sizes)} ({_tensor_names(plan, first)})"
         )

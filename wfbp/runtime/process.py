@@ -21,7 +21,7 @@ from wfbp.comm.device import nccl
 from wfbp.comm.mpi.start_notice import under_launcher
 from wfbp.comm.waiting import num_cores
 from wfbp.config import Config, read_environment, unknown_variables
-from wfbp.core.ranks import name_values
+from wfbp.core.ranks import counted, name_values
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpError
 from wfbp.runtime import timeline, uncaught
 from wfbp.runtime.collectives.operations import Collectives
@@ -315,11 +315,9 @@ def _tell_who_takes_part(runtime: Runtime, hosts: Sequence[str]) -> None:
     shown = [f"{host} ({number})" for host, number in per_host.most_common(_MOST_HOSTS)]
     more = len(per_host) - len(shown)
     logging.getLogger("wfbp").info(
-        "%d rank%s on %d host%s: %s%s; %s",
-        runtime.size,
-        "s" * (runtime.size > 1),
-        len(per_host),
-        "s" * (len(per_host) > 1),
+        "%s on %s: %s%s; %s",
+        counted(runtime.size, "rank"),
+        counted(len(per_host), "host"),
         ", ".join(shown),
         f" and {more} more" if more else "",
         runtime.library,

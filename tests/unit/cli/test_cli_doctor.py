@@ -80,6 +80,7 @@ def test_a_host_that_does_not_answer(tmp_path: Path) -> None:
     hosts = parse_hosts("alpha,beta")
     (told,) = problems(lambda: doctor._self_test(hosts, str(shell)))
     assert "alpha: no route to alpha; beta: no route to beta" in told
+    assert "--no-check" not in told
 
 
 def test_for_people() -> None:

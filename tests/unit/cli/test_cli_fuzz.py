@@ -249,7 +249,7 @@ def test_a_timeline_that_was_cut_is_named(tmp_path: Path) -> None:
     cut.write_text(json.dumps(timeline() | {"traceEvents": events}))
     told = wfbp("timeline", tmp_path)
     assert told.code == 0, told.err
-    assert "Medians of 1 timelines" in told.out
+    assert "Medians of 1 timeline," in told.out
     assert "timeline.rank1.json holds no complete step" in told.out
     document = json.loads(wfbp("timeline", tmp_path, "--json").out)
     assert document["without_steps"] == ["timeline.rank1.json"]

@@ -29,7 +29,7 @@ def small_trace(**changes: Any) -> dict[str, Any]:
 def test_json_is_the_plan_and_its_prediction(schedule: str, tmp_path: Path) -> None:
     cost = cost_file(tmp_path)
     data = answer("plan", RESNET, "--cost", cost, "--schedule", schedule)
-    assert set(data) == {"schedule", "predicted", "groups"}
+    assert set(data) == {"format", "schedule", "predicted", "groups"}
     assert data["schedule"] == schedule
     predicted = data["predicted"]
     assert set(predicted) == {"iteration_s", "exposed_s", "lower_bound_s", "ratio_to_lower_bound"}
@@ -72,6 +72,10 @@ def test_all_compares_and_names_the_best(tmp_path: Path) -> None:
     assert [row["schedule"] for row in data["schedules"]] == list(PLANNERS)
     times = {r["schedule"]: r["predicted"]["iteration_s"] for r in data["schedules"]}
     assert times[data["best"]] == pytest.approx(min(times.values()), rel=1e-12)
+    assert (data["format"], data["schedules"][0]["format"]) == (
+        "wfbp-forecasts/1",
+        "wfbp-forecast/1",
+    )
     assert data["schedules"][0] == answer(
         "plan", RESNET, "--cost", cost, "--schedule", data["schedules"][0]["schedule"]
     )

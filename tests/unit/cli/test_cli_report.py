@@ -317,7 +317,7 @@ BAD: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (change("iterations", to={}), "iterations: expected a list"),
     (change("iterations", 1, to=None), "iterations[1]: expected an object"),
     (change("iterations", 1, "done_s", to=None), "iterations[1].done_s"),
-    (change("iterations", 1, "ready_s", to=[1]), "iterations[1].ready_s: 1 times for 12 tensors"),
+    (change("iterations", 1, "ready_s", to=[1]), "iterations[1].ready_s: 1 time for 12 tensors"),
     (change("iterations", 1, "ready_s", 0, to=-1), "iterations[1].ready_s[0]"),
     (
         change("iterations", 1, "groups", 0, "group", to=99),

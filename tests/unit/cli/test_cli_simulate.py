@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.cli_runs import TRACES, answer, assert_refused, cost_file, wfbp
 from wfbp.core.cost import Costs, LinearCost
-from wfbp.core.planners import PLANNERS
+from wfbp.core.planners import PLANNERS, RECOMMENDED
 from wfbp.core.trace import Trace
 from wfbp.sim.scaling import ALGORITHMS
 
@@ -17,8 +17,10 @@ RESNET = TRACES / "resnet-50.json"
 
 
 def test_rows_are_all_workers_with_all_schedules(tmp_path: Path) -> None:
-    data = answer("simulate", RESNET, "--cost", cost_file(tmp_path), "--workers", "4,64")
+    arguments = ("simulate", RESNET, "--cost", cost_file(tmp_path), "--workers", "4,64")
+    data = answer(*arguments, "--schedule", "all")
     assert (data["model"], data["algorithm"]) == ("ResNet-50", "ring")
+    assert data["format"] == "wfbp-simulation/1"
     found = [(row["workers"], row["schedule"]) for row in data["results"]]
     assert found == [(workers, name) for workers in (4, 64) for name in PLANNERS]
     trace = Trace.load(RESNET)
@@ -32,15 +34,23 @@ def test_rows_are_all_workers_with_all_schedules(tmp_path: Path) -> None:
         assert row["speedup"] == pytest.approx(row["workers"] * row["efficiency"])
     few, many = (row["control_s"] for row in data["results"][:: len(PLANNERS)])
     assert many == pytest.approx(few * 63 / 3)
-    shown = wfbp("simulate", RESNET, "--cost", cost_file(tmp_path), "--workers", "4,64").out
+    shown = wfbp(*arguments).out
     assert f"at most {many:.2g} s with 64 workers" in shown
+
+
+def test_the_recommended_schedules_are_shown_in_80_columns(tmp_path: Path) -> None:
+    """Also in a pipe; ``auto`` is the best one."""
+    shown = wfbp("simulate", RESNET, "--cost", cost_file(tmp_path)).out
+    heading = next(line for line in shown.splitlines() if "workers" in line).split()
+    assert heading == ["workers", *RECOMMENDED[1:], "LB", "best", "efficiency", "speed-up"]
+    assert RECOMMENDED[0] == "auto"
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_costs_at_their_own_size_are_those_of_the_plan(tmp_path: Path) -> None:
     cost = cost_file(tmp_path)
-    data = answer(
-        "simulate", RESNET, "--cost", cost, "--workers", "16", "--measured-on", "16"
-    )  # fmt: skip
+    arguments = ("simulate", RESNET, "--cost", cost, "--workers", 16, "--measured-on", 16)
+    data = answer(*arguments, "--schedule", "all")
     planned = answer("plan", RESNET, "--cost", cost)
     for row, told in zip(data["results"], planned["schedules"], strict=True):
         assert row["schedule"] == told["schedule"]

@@ -12,6 +12,7 @@ import pytest
 from tests.support.cli_runs import TRACES, cost_file
 from wfbp.cli.app import main
 from wfbp.cli.tables import print_table
+from wfbp.core.planners import PLANNERS
 
 
 class Terminal(io.StringIO):
@@ -42,7 +43,17 @@ def test_a_plan_keeps_its_columns_and_reasons(terminal: Terminal, tmp_path: Path
     trace, cost = TRACES / "resnet-50.json", cost_file(tmp_path)
     text = shown(terminal, "plan", trace, "--cost", cost, "--schedule", "independent")
     assert "80: fc.1 ... down.2" in text
-    assert re.search(r" 3 +all_gather +2: conv1\.0 .* 0\.468 +leaves when forward", text)
+    assert re.search(r" 3 +all_gather +2: conv1\.0 .* 169\.512 *\n", text)
+    assert re.search(r" 3 +0\.468 +leaves when forward starts; ", text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_all_schedules_fit_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
+    trace, cost = TRACES / "resnet-50.json", cost_file(tmp_path)
+    text = shown(terminal, "simulate", trace, "--cost", cost, "--schedule", "all")
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("workers ") == 3  # each part has the first column
+    assert all(f" {name}" in text for name in (*PLANNERS, "LB", "speed-up"))
 
 
 def test_a_wide_table_stays_whole_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:

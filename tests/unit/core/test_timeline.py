@@ -121,7 +121,7 @@ def test_free_network_and_no_time_at_all() -> None:
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ((("a", 10),), "the plan is of 1 tensors, the trace of 3"),
+        ((("a", 10),), "the plan is of 1 tensor, the trace of 3"),
         (
             (("a", 10), ("b", 11), ("c", 10)),
             "tensor 1 is 'b' of 11 bytes in the plan, 'b' of 10 in the trace",

@@ -208,13 +208,13 @@ def test_an_update_that_waits_for_reads_belongs_to_forward() -> None:
 
 def test_auto_tries_several_and_installs_the_fastest() -> None:
     def seconds(plan: Plan) -> float:
-        return {"layerwise": 0.7, "single": 0.9}.get(plan.schedule, 0.8) + 0.05 * (not plan.overlap)
+        return {"layerwise": 0.7, "single": 0.9}.get(plan.schedule, 0.8)
 
     job = Job("auto", seconds)
     job.run("installed")
     assert job.phases() == ["warm-up", "profile", "trial"]
     tried = {p.digest: p for name, p in job.ran if name == "trial"}
-    assert len(tried) >= 3
+    assert {p.schedule for p in tried.values()} >= {"single", "layerwise"}
     best = min(tried.values(), key=seconds)
     assert job.tuner.plan == best
     assert job.tuner.predicted is not None
@@ -243,7 +243,9 @@ def test_auto_tries_plans_for_interference_and_learns_how_much_there_is() -> Non
 
 
 def test_auto_keeps_the_plan_without_overlap_where_that_is_fastest() -> None:
-    job = Job("auto", lambda plan: 1.0 - 0.3 * (not plan.overlap))
+    """Two messages, since large ones are slow here; one leaves after backward anyway."""
+    costs = Costs(PiecewiseCost(((4.0, 1e-3), (16_000.0, 2e-3), (32_000.0, 1.0))))
+    job = Job("auto", lambda plan: 1.0 - 0.3 * (not plan.overlap), costs=costs)
     job.run("installed")
     assert not job.tuner.plan.overlap
 

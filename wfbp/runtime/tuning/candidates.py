@@ -90,8 +90,11 @@ def reordered(plan: Plan, trace: Trace) -> Plan:
 
 
 def distinct(plans: Iterable[Plan]) -> list[Plan]:
-    """Without plans that send the same groups in the same way as an earlier one."""
+    """Without plans that send the same groups in the same way as an earlier one.
+
+    One message of all gradients leaves after backward, with overlap or without.
+    """
     kept: dict[object, Plan] = {}
     for plan in plans:
-        kept.setdefault((plan.groups, plan.overlap), plan)
+        kept.setdefault((plan.groups, plan.overlap or len(plan.groups) == 1), plan)
     return list(kept.values())

@@ -19,6 +19,7 @@ from wfbp.core.cost import Costs
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
 from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO
+from wfbp.core.ranks import counted
 from wfbp.core.timeline import IterationForecast, iteration_s, timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
@@ -180,7 +181,7 @@ class Tuner:
 
     def _profile(self) -> None:
         num_steps = self._config.profile_steps
-        self._log(f"measuring compute for {num_steps} steps, by {self.plan.summary}")
+        self._log(f"measuring compute for {counted(num_steps, 'step')}, by {self.plan.summary}")
         self._enter(TuningPhase.PROFILE, replace(self.plan, overlap=False), num_steps)
 
     def _plan_anew(
@@ -201,8 +202,8 @@ class Tuner:
             trace = trace.updated_when_read(update_s)
         nbytes = max(1, self.plan.total_bytes)
         self._log(
-            f"measured compute of {len(trace.tensors)} tensors, {nbytes * 1e-6:.1f} MB: forward "
-            f"{trace.forward_s * 1e3:.1f} ms, backward {trace.backward_s * 1e3:.1f}, "
+            f"measured compute of {counted(len(trace.tensors), 'tensor')}, {nbytes * 1e-6:.1f} MB: "
+            f"forward {trace.forward_s * 1e3:.1f} ms, backward {trace.backward_s * 1e3:.1f}, "
             f"other {trace.other_s * 1e3:.1f}"
         )
         self.message_costs = measure()
@@ -225,7 +226,7 @@ class Tuner:
         if len(plans) > 1:
             max_steps = _MAX_TRIAL_FACTOR * self._config.trial_steps
             self._trial = Trial(plans, self._steps_per_round, max_steps)
-            self._log(f"trial of {len(plans)} plans, of at most {max_steps} steps")
+            self._log(f"trial of {len(plans)} plans, of at most {counted(max_steps, 'step')}")
         return _answer(plans, self._kappa, {})
 
     def _conclude_round(self, ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
