@@ -362,7 +362,7 @@ def an_exception_while_coalescing(rank: int, size: int) -> None:
     for device in (None, torch.device("cpu")):
         for collective in (dist.all_reduce, functools.partial(dist.broadcast, src=0)):
             tensor = torch.full((3,), float(rank))
-            with (
+            with (  # noqa: PT012
                 pytest.raises(ValueError, match="of the program"),
                 dist._coalescing_manager(device=device, async_ops=True),
             ):
