@@ -124,8 +124,12 @@ def command(
             }
             for row in rows
         ]
-        document = {"format": "wfbp-simulation/1", "model": model.model, "algorithm": algorithm}
-        document["results"] = results
+        document = {
+            "format": "wfbp-simulation/1",
+            "model": model.model,
+            "algorithm": algorithm,
+            "results": results,
+        }
         click.echo(json.dumps(document, indent=1, allow_nan=False))
         return
     if per_link:

@@ -78,7 +78,8 @@ def _end_coalescing_after_errors() -> None:
                     group.abandon_coalescing()
                 raise
 
-    distributed_c10d._coalescing_manager = dist._coalescing_manager = manager
+    for module in (distributed_c10d, dist):
+        module._coalescing_manager = manager  # type: ignore[attr-defined]
 
 
 register()
