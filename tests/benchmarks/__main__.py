@@ -17,6 +17,7 @@ BENCHMARKS = {
     "operations": "round trips of named operations, and what idle ranks cost",
     "training": "whole iterations against other ways of data-parallel training",
     "peers": "wfbp, DDP, Horovod and plain MPI: table and picture of the front page",
+    "papers": "published schedules on eight ranks, beside what the papers report",
     "regret": "how much slower auto ends than the best fixed schedule, in fresh starts",
     "jax": "iterations of jitted steps against other ways; overlap; cost per leaf",
     "memory": "optimizer state and peak memory with sharded updates",
