@@ -1,11 +1,13 @@
 """Draws one training step under each schedule, from timelines of real runs.
 
-    python docs/pictures/draw.py            # as root: record the runs, and draw them
-    python docs/pictures/draw.py --drawn-from runs/pictures
+    python docs/pictures/draw.py                         # draw the steps of steps.json again
+    python docs/pictures/draw.py --record runs/pictures  # as root: record new runs, then draw
+    python docs/pictures/draw.py --read runs/pictures    # draw runs that were recorded earlier
 
 Two ranks on one machine train ``train.py`` over a link of 500 Mbit/s between two network namespaces
-(``launch/link.py``), once by each schedule, with ``WFBP_RECORD``. Of each run the step whose time
-is the median of the last twenty is drawn as rank 0 saw it, all on one scale, as ``SCHEDULE.svg``.
+(``launch/link.py``), once by each schedule, with ``WFBP_RECORD``. Of each run, ``steps.json`` keeps
+the step whose time is the median of the last twenty, as rank 0 saw it. All are drawn on one scale,
+as ``SCHEDULE.svg``; ``overlap.svg`` compares two of them.
 """
 
 from __future__ import annotations
@@ -15,34 +17,62 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 HERE = Path(__file__).parent
 SCHEDULES = ("single", "layerwise", "threshold", "oasr", "hybrid")
+STEPS = HERE / "steps.json"
+FORMAT = "wfbp-pictures/1"
+SETUP = "two ranks on two cores, 500 Mbit/s between them, 16 layers, 9.5 MB of gradients"
+COMPARED = {
+    "single": "All gradients in one message after backward",
+    "hybrid": "Messages during backward and the next forward",
+}
+"""The schedules of ``overlap.svg``, with their headings."""
 LAST_STEPS = 20
 WIDTH, LEFT, RIGHT = 560, 92, 12
-ROW, GAP, TOP, AXIS = 24, 8, 6, 20
+ROW, GAP, TOP, AXIS, HEADING, LEGEND = 24, 8, 6, 20, 24, 26
 COLOURS = {
     "compute": "#4c78a8",
     "update": "#1d3557",
     "wait": "#e45756",
     "ready": "#333333",
-    "all_reduce": "#f2a541",
-    "reduce_scatter": "#f2a541",
-    "all_gather": "#72b7b2",
+    "reduce": "#f2a541",
+    "gather": "#72b7b2",
+}
+KINDS = {
+    "update": "update",
+    "all_reduce": "reduce",
+    "reduce_scatter": "reduce",
+    "all_gather": "gather",
+}
+LEGENDS = {
+    "compute": "computes",
+    "wait": "waits",
+    "update": "updates",
+    "reduce": "all-reduce, reduce-scatter",
+    "gather": "all-gather",
 }
 
 Span = tuple[str, int, float, float]
-"""Colour's name, row, start and end in ms from the start of the step."""
+"""Kind, row, start and end in ms from the start of the step."""
 
 
-def record(folder: Path, schedules: tuple[str, ...] = SCHEDULES) -> None:
+class Step(NamedTuple):
+    """One training step of rank 0."""
+
+    step_ms: float
+    spans: list[Span]
+
+
+def record(folder: Path) -> None:
     """Run each schedule over the link, each into a folder named after it."""
     link = [sys.executable, str(HERE.parents[1] / "launch" / "link.py")]
-    for schedule in schedules:
+    for schedule in SCHEDULES:
         settings = {"WFBP_SCHEDULE": schedule, "WFBP_RECORD": str(folder / schedule)}
         settings |= {"WFBP_THRESHOLD_BYTES": "4M", "OMP_NUM_THREADS": "1"}
         program = ["--", sys.executable, str(HERE / "train.py")]
@@ -77,8 +107,8 @@ def spans_of(events: list[dict[str, Any]], start: float, end: float) -> list[Spa
         name = event["name"]
         if event["tid"] == 2:
             kind = "ready"
-        elif name in ("all_reduce", "reduce_scatter", "all_gather", "update"):
-            kind = name
+        elif name in KINDS:
+            kind = KINDS[name]
         elif name.startswith("wait"):
             kind = "wait"
         elif name == "pack":
@@ -91,34 +121,88 @@ def spans_of(events: list[dict[str, Any]], start: float, end: float) -> list[Spa
     return sorted(spans, key=lambda span: order.index(span[0]) if span[0] in order else 9)
 
 
+def read(folder: Path) -> dict[str, Step]:
+    """The median step of each recorded run."""
+    steps = {}
+    for schedule in SCHEDULES:
+        events = json.loads((folder / schedule / "timeline.json").read_text())["traceEvents"]
+        start, end = median_step(events)
+        spans = [
+            (kind, row, round(first, 2), round(last, 2))
+            for kind, row, first, last in spans_of(events, start, end)
+        ]
+        steps[schedule] = Step(round((end - start) / 1e3, 1), spans)
+    return steps
+
+
+def save(steps: dict[str, Step]) -> None:
+    """Write ``steps.json``, a span in each line."""
+    told = ",\n".join(
+        f'"{schedule}": {{"step_ms": {step.step_ms}, "spans": [\n'
+        + ",\n".join(map(json.dumps, step.spans))
+        + "]}"
+        for schedule, step in steps.items()
+    )
+    STEPS.write_text(f'{{\n"format": "{FORMAT}",\n"setup": "{SETUP}",\n"steps": {{\n{told}\n}}}}\n')
+
+
+def load() -> dict[str, Step]:
+    """Read ``steps.json``."""
+    steps = json.loads(STEPS.read_text())["steps"]
+    return {
+        schedule: Step(step["step_ms"], [tuple(span) for span in step["spans"]])
+        for schedule, step in steps.items()
+    }
+
+
 def rectangle(x: float, y: float, width: float, colour: str, more: str = "") -> str:
     """One bar of a row."""
     size = f'width="{width:.1f}" height="{ROW}"'
     return f'<rect x="{x:.1f}" y="{y}" {size} fill="{colour}"{more}/>'
 
 
-def svg(title: str, spans: list[Span], step_ms: float, scale_ms: float) -> str:
-    """One step as a picture; ``scale_ms`` is the length of the axis."""
+def text(x: float, y: float, words: str, anchor: str = "start", more: str = "") -> str:
+    """Words at a place."""
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}"{more}>{escape(words)}</text>'
+
+
+def panel(step: Step, top: int, scale_ms: float) -> tuple[list[str], int]:
+    """The rows and the axis of one step, and the height where the next may begin."""
     labels = ("training", "gradients", "messages", "")
-    bottom = TOP + len(labels) * (ROW + GAP)
+    bottom = top + len(labels) * (ROW + GAP)
     pixels = (WIDTH - LEFT - RIGHT) / scale_ms
     body = []
     for row, label in enumerate(labels):
-        y = TOP + row * (ROW + GAP)
-        body.append(f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">{label}</text>')
+        y = top + row * (ROW + GAP)
+        body.append(text(LEFT - 8, y + 16, label, "end"))
         body.append(rectangle(LEFT, y, WIDTH - LEFT - RIGHT, "#f3f4f6"))
-    for kind, row, first, last in spans:
-        x, y = LEFT + first * pixels, TOP + row * (ROW + GAP)
+    for kind, row, first, last in step.spans:
+        x, y = LEFT + first * pixels, top + row * (ROW + GAP)
         width = max((last - first) * pixels, 1.0)
         edge = ' stroke="#ffffff" stroke-width="0.6"' if row >= 2 else ""
         body.append(rectangle(x, y, width, COLOURS[kind], edge))
-    x = LEFT + step_ms * pixels
-    body.append(f'<path d="M{x:.1f} {TOP - 4}V{bottom}" stroke="#111111" stroke-dasharray="3 3"/>')
+    x = LEFT + step.step_ms * pixels
+    body.append(f'<path d="M{x:.1f} {top - 4}V{bottom}" stroke="#111111" stroke-dasharray="3 3"/>')
     for ms in range(0, int(scale_ms) + 1, 50):
-        x = LEFT + ms * pixels
-        body.append(f'<text x="{x:.1f}" y="{bottom + 10}" text-anchor="middle">{ms}</text>')
-    body.append(f'<text x="{LEFT - 8}" y="{bottom + 10}" text-anchor="end">ms</text>')
-    height = bottom + AXIS
+        body.append(text(LEFT + ms * pixels, bottom + 10, f"{ms}", "middle"))
+    body.append(text(LEFT - 8, bottom + 10, "ms", "end"))
+    return body, bottom + AXIS
+
+
+def legend(top: int) -> list[str]:
+    """A key to the colours, in one line."""
+    body, x = [], float(RIGHT)
+    for kind, words in LEGENDS.items():
+        body.append(
+            f'<rect x="{x:.1f}" y="{top + 3}" width="11" height="11" fill="{COLOURS[kind]}"/>'
+        )
+        body.append(text(x + 15, top + 13, words))
+        x += 32 + 6.4 * len(words)
+    return body
+
+
+def svg(title: str, body: Sequence[str], height: int) -> str:
+    """A picture on a white ground, so that it can be read on any page."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">'
         f"<title>{escape(title)}</title>"
@@ -127,24 +211,43 @@ def svg(title: str, spans: list[Span], step_ms: float, scale_ms: float) -> str:
     )
 
 
+def overlap(steps: dict[str, Step], scale_ms: float) -> str:
+    """Two steps, one above the other, with headings and a legend."""
+    body: list[str] = []
+    height = TOP
+    for schedule, heading in COMPARED.items():
+        step = steps[schedule]
+        words = f"{heading}: {step.step_ms:.0f} ms"
+        body.append(text(RIGHT, height + 14, words, more=' style="font-weight:bold"'))
+        rows, height = panel(step, height + HEADING, scale_ms)
+        body += rows
+    return svg(
+        "One training step without and with overlap", [*body, *legend(height)], height + LEGEND
+    )
+
+
+def drawn(steps: dict[str, Step]) -> dict[str, str]:
+    """All pictures by the names of their files."""
+    scale_ms = 1.02 * max(step.step_ms for step in steps.values())
+    pictures = {"overlap.svg": overlap(steps, scale_ms)}
+    for schedule, step in steps.items():
+        title = f"One step by the schedule {schedule}: {step.step_ms:.0f} ms"
+        pictures[f"{schedule}.svg"] = svg(title, *panel(step, TOP, scale_ms))
+    return pictures
+
+
 def main() -> None:
+    """Record or read the steps, and draw them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--drawn-from", type=Path, help="timelines of an earlier run")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="run and record first")
+    parser.add_argument("--read", type=Path, metavar="FOLDER", help="runs that were recorded")
     options = parser.parse_args()
-    folder = options.drawn_from or Path("runs/pictures")
-    if options.drawn_from is None:
-        record(folder)
-    steps = {}
-    for schedule in SCHEDULES:
-        document = json.loads((folder / schedule / "timeline.json").read_text())
-        steps[schedule] = document["traceEvents"], *median_step(document["traceEvents"])
-    scale_ms = 1.02 * max(end - start for _, start, end in steps.values()) / 1e3
-    for schedule, (events, start, end) in steps.items():
-        step_ms = (end - start) / 1e3
-        title = f"One step by the schedule {schedule}: {step_ms:.0f} ms"
-        picture = svg(title, spans_of(events, start, end), step_ms, scale_ms)
-        (HERE / f"{schedule}.svg").write_text(picture)
-        print(title)
+    if options.record:
+        record(options.record)
+    if folder := options.record or options.read:
+        save(read(folder))
+    for name, picture in drawn(load()).items():
+        (HERE / name).write_text(picture)
 
 
 if __name__ == "__main__":

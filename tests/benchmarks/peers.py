@@ -3,13 +3,15 @@
 Runs ``wfbp bench training`` on two ranks with one thread each: several models, in shared memory and
 over links of 10 and 1 Gbit/s (network namespaces, so it needs root). Prints a table in Markdown and
 draws the picture of the front page. Horovod competes if it is installed. Results in the file of
-``--json`` are kept and drawn too, so that models can be measured one after another.
+``--json`` are kept and drawn too, so that models can be measured one after another. ``--redraw``
+measures nothing: it draws the table of a page again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import torch
@@ -99,7 +101,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="file of all samples; what is there is kept")
     parser.add_argument("--table", type=Path, help="file for the table, in Markdown")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="SVG (default: %(default)s)")
+    parser.add_argument("--redraw", type=Path, metavar="PAGE", help="draw the table of this page")
     options = parser.parse_args(words)
+    if options.redraw:
+        options.picture.write_text(picture(rows_of_page(options.redraw.read_text())))
+        return 0
     results: dict[str, Any] = {}
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())["results"]
@@ -118,7 +124,7 @@ def main(words: Sequence[str]) -> int:
     print(table)
     if options.table:
         options.table.write_text(table + "\n")
-    options.picture.write_text(picture(results))
+    options.picture.write_text(picture(list(rows(results))))
     return 0
 
 
@@ -165,12 +171,46 @@ def ratio(result: dict[str, Any]) -> str:
     return f"{whole:.2f} ({low:.2f}-{high:.2f})"
 
 
-def rows(results: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Link, model and result of each measurement, in the order of table and picture."""
+class Row(NamedTuple):
+    """One measurement, a row of the table.
+
+    Args:
+        link, model: keys of :data:`LINKS` and :data:`MODELS`.
+        times: milliseconds by contestant, of those that ran.
+        cpu: the same, of CPU time.
+        ratio: wfbp's time over that of the best DDP, with quartiles.
+    """
+
+    link: str
+    model: str
+    times: dict[str, float]
+    cpu: dict[str, float]
+    ratio: str
+
+
+def rows(results: dict[str, Any]) -> Iterator[Row]:
+    """The measurements in the order of table and picture."""
     for link in LINKS:
         for model in MODELS:
             if model in results.get(link, {}):
-                yield link, model, results[link][model]
+                result = results[link][model]
+                times, cpu = medians(result), medians(result, "cpu_seconds")
+                yield Row(link, model, times, cpu, ratio(result))
+
+
+def rows_of_page(text: str) -> list[Row]:
+    """The rows of the table that :func:`markdown` wrote into a page, without CPU times."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        keys = {
+            f"{LINKS[link]}: {MODELS[model]}": (link, model) for link in LINKS for model in MODELS
+        }
+        if cells[0] in keys:
+            numbers = zip(("none", *CONTESTANTS), cells[1:], strict=False)
+            times = {name: float(cell) for name, cell in numbers if cell != NOT_MEASURED}
+            found.append(Row(*keys[cells[0]], times, {}, cells[2 + len(CONTESTANTS)]))
+    return found
 
 
 def markdown(results: dict[str, Any]) -> Iterator[str]:
@@ -178,15 +218,14 @@ def markdown(results: dict[str, Any]) -> Iterator[str]:
     headings = ["", "alone", *CONTESTANTS.values(), "wfbp / best DDP", "waiting", "CPU"]
     yield f"| {' | '.join(headings)} |"
     yield "|---" + "|---:" * (len(headings) - 1) + "|"
-    for link, model, result in rows(results):
-        times, cpu = medians(result), medians(result, "cpu_seconds")
+    for link, model, times, cpu, over_ddp in rows(results):
         cells = [f"{LINKS[link]}: {MODELS[model]}", f"{times['none']:.0f}"]
         fastest = min(time for name, time in times.items() if name != "none")
         for name in CONTESTANTS:
             text = f"{times[name]:.0f}" if name in times else NOT_MEASURED
             cells.append(f"**{text}**" if times.get(name) == fastest else text)
         waits = [max(0.0, times[name] - times["none"]) for name in ("wfbp-auto", "ddp-best")]
-        cells.append(ratio(result))
+        cells.append(over_ddp)
         cells.append(f"{waits[0]:.0f} / {waits[1]:.0f}")
         cells.append(f"{cpu['wfbp-auto']:.0f} / {cpu['ddp-best']:.0f}")
         yield f"| {' | '.join(cells)} |"
@@ -199,79 +238,81 @@ def markdown(results: dict[str, Any]) -> Iterator[str]:
     )
 
 
-COLOURS = ("#1f6feb", "#8b949e", "#57606a", "#d4a72c", "#b08bd6")
-WIDTH, HEIGHT, LEFT, TOP = 760, 292, 44, 46
-PLOT = 176
-"""Height of the tallest bar's axis."""
+BARS = {
+    "wfbp-auto": ("wfbp", "#1f6feb"),
+    "ddp": ("DDP, default buckets", "#8b949e"),
+    "horovod": ("Horovod", "#d4a72c"),
+    "mpi-per-tensor": ("MPI after backward", "#b08bd6"),
+}
+"""Name and colour of each bar; the line at 1 is DDP with its best buckets."""
+ALONE = "#cf222e"
+WIDTH, LEFT, RIGHT, TOP = 640, 44, 10, 66
+PLOT = 170
+"""Height of the axis."""
+HEIGHT = TOP + PLOT + 62
 
 
-def picture(results: dict[str, Any]) -> str:
-    """Bars of each contestant's time over DDP's with its defaults, in a panel for each link."""
-    measured = list(rows(results))
-    ratios = [{n: t / medians(r)["ddp"] for n, t in medians(r).items()} for _, _, r in measured]
-    tallest = max(1.0, *(row[n] for row in ratios for n in CONTESTANTS if n in row)) * 1.08
-    scale = PLOT / tallest
-    step = (WIDTH - LEFT - 8) / len(measured)
-    bar = min(16.0, (step - 14) / len(CONTESTANTS))
-    body = []
+def picture(measured: Sequence[Row]) -> str:
+    """Bars of each contestant's time over that of DDP with its best buckets, by link and model."""
+    ratios = [
+        {name: t / row.times["ddp-best"] for name, t in row.times.items()} for row in measured
+    ]
+    tallest = max(1.0, *(row[name] for row in ratios for name in BARS if name in row)) * 1.05
+    scale, base = PLOT / tallest, TOP + PLOT
+    step = (WIDTH - LEFT - RIGHT) / len(measured)
+    bar = min(16.0, (step - 14) / len(BARS))
+    body = [_text(12, 20, "Time per step over DDP with its best bucket size", "start", True)]
+    body.append(_text(WIDTH - RIGHT, 20, "lower is faster", "end"))
+    x = 12.0
+    for name, colour in BARS.values():
+        body.append(f'<rect x="{x:.1f}" y="32" width="11" height="11" fill="{colour}"/>')
+        body.append(_text(x + 15, 42, name, "start"))
+        x += 34 + 6.2 * len(name)
+    body.append(f'<path d="M{x:.1f} 38h14" stroke="{ALONE}" stroke-width="2"/>')
+    body.append(_text(x + 18, 42, "no communication", "start"))
     for tick in (0.0, 0.5, 1.0, 1.5, 2.0):
         if tick <= tallest:
-            y = TOP + PLOT - tick * scale
-            dash = "" if tick == 1.0 else ' stroke-dasharray="2 4"'
-            body.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 8}" stroke="#8c959f"{dash}/>')
+            y = base - tick * scale
+            dash = ' stroke-dasharray="2 4"' if tick not in (0.0, 1.0) else ""
+            body.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#8c959f"{dash}/>')
             body.append(_text(LEFT - 6, y + 4, f"{tick:g}", "end"))
-    links = [link for link, _, _ in measured]
+    body.append(_text(LEFT - 6, base + 34, "wfbp", "end", True, BARS["wfbp-auto"][1]))
+    links = [row.link for row in measured]
     for link in dict.fromkeys(links):
         first, count = links.index(link), links.count(link)
-        body.append(
-            _text(LEFT + (first + count / 2) * step, TOP + PLOT + 34, LINKS[link], bold=True)
-        )
+        body.append(_text(LEFT + (first + count / 2) * step, base + 54, LINKS[link], bold=True))
         if first:
             x = LEFT + first * step
-            body.append(f'<path d="M{x:.1f} {TOP}V{TOP + PLOT + 38}" stroke="#d0d7de"/>')
-    for place, ((_, model, _), row) in enumerate(zip(measured, ratios, strict=True)):
+            body.append(f'<path d="M{x:.1f} {TOP}V{base + 58}" stroke="#d0d7de"/>')
+    for place, (row, over) in enumerate(zip(measured, ratios, strict=True)):
         middle = LEFT + (place + 0.5) * step
-        body.append(_text(middle, TOP + PLOT + 16, MODELS[model].partition(",")[0]))
-        for number, (name, colour) in enumerate(zip(CONTESTANTS, COLOURS, strict=True)):
-            x, height = middle + (number - len(CONTESTANTS) / 2) * bar, row.get(name, 0) * scale
+        body.append(_text(middle, base + 17, re.split("[,-]", MODELS[row.model])[0]))
+        label = row.ratio.partition(" ")[0]
+        body.append(_text(middle, base + 34, label, bold=True, colour=BARS["wfbp-auto"][1]))
+        left = middle - len(BARS) / 2 * bar
+        for number, (name, (_, colour)) in enumerate(BARS.items()):
+            height = over.get(name, 0) * scale
             size = f'width="{bar - 1.5:.1f}" height="{height:.1f}"'
-            body.append(f'<rect x="{x:.1f}" y="{TOP + PLOT - height:.1f}" {size} fill="{colour}"/>')
-            if name == "wfbp-auto":
-                place_of = f"translate({x + bar / 2 + 3:.1f} {TOP + PLOT - 6}) rotate(-90)"
-                body.append(
-                    f'<text transform="{place_of}" style="fill:#ffffff">{row[name]:.2f}</text>'
-                )
-        alone = TOP + PLOT - row["none"] * scale
-        span = (
-            f"M{middle - len(CONTESTANTS) * bar / 2:.1f} {alone:.1f}h{len(CONTESTANTS) * bar:.1f}"
-        )
-        body.append(f'<path d="{span}" stroke="#cf222e" stroke-width="1.5"/>')
-    body.append(
-        _text(
-            8,
-            16,
-            "Time per step relative to DDP with its defaults (lower is faster)",
-            "start",
-            True,
-        )
-    )
-    x = float(LEFT)
-    for name, colour in zip(CONTESTANTS.values(), COLOURS, strict=True):
-        body.append(f'<rect x="{x}" y="24" width="10" height="10" fill="{colour}"/>')
-        body.append(_text(x + 14, 33, name, "start"))
-        x += 34 + 6.3 * len(name)
-    body.append(f'<path d="M{x} 29h12" stroke="#cf222e" stroke-width="1.5"/>')
-    body.append(_text(x + 16, 33, "no communication", "start"))
+            corner = f'x="{left + number * bar:.1f}" y="{base - height:.1f}"'
+            body.append(f'<rect {corner} {size} fill="{colour}"/>')
+        alone = f"M{left - 2:.1f} {base - over['none'] * scale:.1f}h{len(BARS) * bar + 2:.1f}"
+        body.append(f'<path d="{alone}" stroke="{ALONE}" stroke-width="2"/>')
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT - 20}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
         "<title>Time per step of wfbp, DDP, Horovod and plain MPI</title>"
-        "<style>text{font:11px system-ui,sans-serif;fill:#24292f}</style>"
-        f'<rect width="{WIDTH}" height="{HEIGHT - 20}" fill="#ffffff"/>'
-        + "\n".join(body)
-        + "</svg>\n"
+        "<style>text{font-family:system-ui,sans-serif;font-size:12px}</style>"
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>' + "\n".join(body) + "</svg>\n"
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle", bold: bool = False) -> str:
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "middle",
+    bold: bool = False,
+    colour: str = "#24292f",
+) -> str:
     weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}"'
+    return f"<text {place}{weight}>{escape(text)}</text>"
