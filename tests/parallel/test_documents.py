@@ -39,7 +39,8 @@ def test_runs(name: str) -> None:
     printed(name)
 
 
-PROGRAMS = ("README.md:1", "tutorials/quickstart.md", "how-to/move-from-ddp.md")
+MOVED = ("how-to/move-from-ddp.md#0", "how-to/move-from-ddp.md#1")
+PROGRAMS = ("README.md:1", "tutorials/quickstart.md", *MOVED)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -57,20 +58,42 @@ def test_the_diff_from_ddp_is_five_lines() -> None:
     diff = Diff.of(GUIDE)
     assert diff.after == fenced(README, "python")[0]
     assert diff.changes == Diff.of(README).changes
+    assert signs(diff) == (4, 5)
+
+
+def signs(diff: Diff) -> tuple[int, int]:
+    """Lines that are removed and added."""
     removed = sum(line.startswith("-") for line in diff.changes)
-    assert (removed, len(diff.changes) - removed) == (4, 5)
+    return removed, len(diff.changes) - removed
 
 
-def test_ddp_trains_equally(tmp_path: Path) -> None:
-    """The guide's program for DDP, by torchrun, prints the losses of the one for wfbp."""
+def test_a_real_program_changes_eight_more_lines() -> None:
+    """Six are replaced, one is added and one removed, apart from those of the small program."""
+    small, real = Diff.of(GUIDE), Diff.of(GUIDE, 1)
+    assert set(small.changes) <= set(real.changes)
+    removed, added = signs(real)
+    assert (removed - 4, added - 5) == (6 + 1, 6 + 1)
+
+
+def test_the_readme_shows_what_its_program_prints() -> None:
+    assert printed("README.md:1") == fenced(README, "text")[0]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_ddp_trains_equally(number: int, tmp_path: Path) -> None:
+    """The guide's programs for DDP, by torchrun, print the losses of those for wfbp."""
     program = tmp_path / "train.py"
-    program.write_text(Diff.of(GUIDE).before)
+    program.write_text(Diff.of(GUIDE, number).before)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ddp = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", str(program)], capture_output=True, text=True, timeout=90
+        [*torchrun, "--nproc-per-node=2", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=tmp_path,
     )
     assert ddp.returncode == 0, ddp.stderr
-    losses = [re.findall(r"loss ([\d.]+)", text) for text in (ddp.stdout, printed("README.md:1"))]
+    losses = [re.findall(r"loss ([\d.]+)", text) for text in (ddp.stdout, printed(MOVED[number]))]
     assert len(losses[0]) == 4
     assert losses[0] == losses[1]
 

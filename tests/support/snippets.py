@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PROGRAMS = ("how-to/move-from-ddp.md", "tutorials/")
+PROGRAMS = ("tutorials/",)
 """Pages whose blocks of Python are one program, in their order."""
+WITH_DIFFS = ("how-to/move-from-ddp.md",)
+"""Pages whose blocks of ``diff`` are whole programs, before and after."""
 
 
 class Snippet(NamedTuple):
@@ -34,11 +36,17 @@ def fenced(page: Path, language: str) -> list[str]:
 
 
 def snippets() -> list[Snippet]:
-    """All Python of all pages, notebooks left out: Sphinx executes those."""
+    """All Python of all pages, notebooks left out: Sphinx executes those.
+
+    Of the pages in :data:`WITH_DIFFS` they are the programs after the changes.
+    """
     made = []
     for page in pages():
         blocks = fenced(page, "python")
         within = page.as_posix().removeprefix("docs/")
+        if within in WITH_DIFFS:
+            programs = range(len(fenced(page, "diff")))
+            made += [Snippet(f"{within}#{k}", Diff.of(page, k).after) for k in programs]
         if blocks and within.startswith(PROGRAMS):
             made.append(Snippet(within, "\n".join(blocks)))
         else:
@@ -47,16 +55,16 @@ def snippets() -> list[Snippet]:
 
 
 class Diff(NamedTuple):
-    """A page's first block of ``diff``: two programs, and the changed lines."""
+    """A page's block of ``diff``: two programs, and the changed lines."""
 
     before: str
     after: str
     changes: list[str]
 
     @classmethod
-    def of(cls, page: Path) -> Diff:
-        """Read it from the page."""
-        lines = fenced(page, "diff")[0].splitlines()
+    def of(cls, page: Path, number: int = 0) -> Diff:
+        """Read it from the page; blocks are counted from 0."""
+        lines = fenced(page, "diff")[number].splitlines()
         removed, added = ([line for line in lines if line[:1] != sign] for sign in "+-")
         before, after = ("".join(f"{line[1:]}\n" for line in side) for side in (removed, added))
         return cls(before, after, [line for line in lines if line[:1] in ("+", "-")])

@@ -66,7 +66,7 @@ def array_names() -> dict[str, Any]:
 
 def names_for(name: str, source: str) -> dict[str, Any]:
     """The names that a snippet may use without defining them."""
-    if ":" not in name:  # a whole program
+    if ":" not in name:  # a whole program, also of a diff
         return {}
     wfbp.init()
     if "GradientReducer(" in source:
