@@ -223,8 +223,9 @@ def dry_run() -> tuple[str, list[dict[str, object]], dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         command = [sys.executable, str(Path(run_all.__file__)), "--dry-run", "--out", folder]
+        command += ["--budget-s", "270"]
         done = subprocess.run(
-            [*command, "--parts", *chosen], capture_output=True, text=True, timeout=280
+            [*command, "--parts", *chosen], capture_output=True, text=True, timeout=290
         )
         return done.stdout, json.loads((out / "summary.json").read_text()), kept(out)
 
