@@ -28,9 +28,6 @@ SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 SHARING_VERSION = 23000
 """The first NCCL that has it, as ``ncclGetVersion`` tells versions."""
 
-HOST_ID = "NCCL_HOSTID"
-"""NCCL's variable with which ranks can pretend to be on different hosts, for tests."""
-
 log = logging.getLogger("wfbp")
 
 
@@ -120,7 +117,7 @@ def _connect_by_nccl(
         problem = str(error)
     mine: Any = {
         "device": device.identity,
-        "host": os.environ.get(HOST_ID),
+        "host": os.environ.get("NCCL_HOSTID"),  # tests pretend to have several hosts
         "shares": library is not None and _lets_ranks_share(library),
         "problem": problem,
     }
@@ -166,7 +163,7 @@ def why_no_nccl(ranks: list[dict[str, Any]]) -> str:
 def _lets_ranks_share(library: Any) -> bool:
     """Whether NCCL accepts several ranks of one communicator on a GPU; it reads a C integer."""
     try:
-        allowed = bool(int(os.environ.get(SHARING, "0"), 0))
+        allowed = bool(int(os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0"), 0))
     except ValueError:
         allowed = False
     return allowed and bool(library.get_version() >= SHARING_VERSION)
