@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +36,7 @@ _EMPTY = 1
 _SAMPLED_ELEMENTS = 16
 _SAMPLED_GRADIENTS = 4
 _FIRST_STEPS, _EVERY_STEPS = 8, 64
-"""Only these steps sample a device's gradients, because the host has to wait for the samples."""
+"""Only these steps sample a device's gradients; the results are read when they have arrived."""
 
 owners: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDictionary()
 """By a parameter's id, the object that exchanges its gradients, and keeps it alive. (An attribute
@@ -60,6 +61,7 @@ class GradientGuard:
         self.wants_sample: list[None] = []
         """On the host, not empty until a sample of this step would show a scaling of all gradients.
         (On a device, the host would wait for each sample in the middle of backward.)"""
+        self._comparisons: deque[_Comparison] = deque()
         self._num_steps = 0
         self._is_averaged = False
         self._known: list[int] = []
@@ -102,8 +104,10 @@ class GradientGuard:
 
     def check(self, params: Sequence[torch.Tensor]) -> list[int]:
         """Compare every gradient with what its hook saw; returns the indices of those that are
-        cleared. Raises ``RuntimeError`` if one was changed or replaced."""
+        cleared. Raises ``RuntimeError`` if one was changed or replaced; samples of a device are
+        judged in a later call."""
         cleared = []
+        changed: dict[int, torch.Tensor] = {}
         for index, seen in enumerate(self.seen):
             if seen is None:
                 continue
@@ -117,9 +121,24 @@ class GradientGuard:
             elif address and grad.data_ptr() != address:
                 self.refuse(index, "moved to other memory")
             sample = self.samples.get(index)
-            if grad is not None and sample is not None and not torch.equal(_sample(grad), sample):
+            if grad is None or sample is None:
+                continue
+            if not self._on_host and len(now := _sample(grad)) == len(sample):
+                changed[index] = (now != sample).any()
+            elif not torch.equal(_sample(grad), sample):
                 self.refuse(index, "changed in place")
+        if changed:
+            results = _fetch(torch.stack(list(changed.values())))
+            self._comparisons.append(_Comparison(list(changed), *results, self._is_averaged))
+        while self._comparisons and self._comparisons[0].arrived():
+            self._judge(self._comparisons.popleft())
         return cleared
+
+    def _judge(self, comparison: _Comparison) -> None:
+        for index, changed in zip(comparison.indices, comparison.changed.tolist(), strict=True):
+            if changed:
+                self._is_averaged = comparison.averaged
+                self.refuse(index, "changed in place in this step or an earlier one")
 
     def clear(self) -> None:
         """Forget all gradients. The lists and the dictionary stay the same ones."""
@@ -149,6 +168,26 @@ class GradientGuard:
         if self._on_host or number < _FIRST_STEPS or number % _EVERY_STEPS == 0:
             stride = max(1, len(known) // _SAMPLED_GRADIENTS)
             self.samples.update(dict.fromkeys((*known[number % stride :: stride], *self._new)))
+
+
+class _Comparison(NamedTuple):
+    """Which of these gradients have changed: true once it ``arrived`` on the host."""
+
+    indices: list[int]
+    changed: torch.Tensor
+    arrived: Callable[[], bool]
+    averaged: bool
+
+
+def _fetch(values: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool]]:
+    """A copy on the host, and whether it has arrived; the host does not wait for the device."""
+    if not values.is_cuda:
+        return values, lambda: True
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return copy, arrived.query
 
 
 def _sample(grad: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from wfbp.torch import gradient_sync
 from wfbp.torch.gradient_sync import GradientGuard
 
 Act = Callable[[torch.Tensor, torch.nn.Parameter], object]
@@ -154,7 +155,7 @@ def test_samples_are_taken_of_gradients_that_appear_for_the_first_time() -> None
 
 
 def test_gradients_on_a_device_are_sampled_seldom() -> None:
-    """The host has to wait for each sample: so the first steps have some, and few later ones."""
+    """Each costs several kernels: so the first steps have some, and few later ones."""
     guard = GradientGuard("SGD", [f"p{k}" for k in range(12)], on_host=False)
     sampled = []
     seen: set[int] = set()
@@ -183,6 +184,26 @@ def test_a_change_on_a_device_is_noticed_where_it_is_sampled() -> None:
                 guard.check([param])
         else:
             assert guard.check([param]) == []
+
+
+def test_the_host_does_not_wait_for_samples_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change is told in the first step that finds the comparison on the host."""
+    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("the host has waited"))
+    arrived: list[None] = []
+    monkeypatch.setattr(gradient_sync, "_fetch", lambda values: (values, lambda: bool(arrived)))
+    param = torch.nn.Parameter(torch.randn(40, 150))
+    guard = GradientGuard("SGD", ["weight"], on_host=False)
+    for change in (1.0, 2.0, 1.0):
+        param.grad = None
+        param.square().sum().backward()
+        assert param.grad is not None
+        guard.watch(0, param.grad)
+        param.grad.data.mul_(change)
+        assert guard.check([param]) == []
+        guard.clear()
+    arrived.append(None)
+    with pytest.raises(RuntimeError, match="weight was changed in place in this step or an earl"):
+        guard.check([param])
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), float("nan")])
