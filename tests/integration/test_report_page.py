@@ -31,6 +31,7 @@ def test_a_browser_draws_every_figure(page: Path, tmp_path: Path) -> None:
     assert dom.count('class="plot-container') == asked
     body = dom[dom.index("<body>") : dom.index("</body>")]
     assert "rank 1 messages" in body  # a label of the Gantt chart, drawn
+    assert body.count('<ul class="legend">') == asked
     assert "lower bound" in body
     assert "CONSOLE" not in log, log  # scripts that fail, and what the policy had to stop
 
@@ -56,7 +57,8 @@ def test_the_page_fits_a_telephone(page: Path, tmp_path: Path) -> None:
     """At 390 pixels nothing is wider than the page. (The browser's window is at least 500 wide.)"""
     text = page.read_text().replace("<body>", '<body style="width: 358px; margin: 0">')
     check = """<script>
-    const wide = [...document.querySelectorAll("body > *, .plot-container")].filter(
+    const wide = [...document.querySelectorAll(
+      "body > *, .plot-container, .legend li, .xtitle, .ytitle")].filter(
       (e) => e.getBoundingClientRect().right > 390.5);
     document.documentElement.dataset.wide = "checked " + wide.map((e) => e.tagName).join();
     </script></body>"""

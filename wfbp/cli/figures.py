@@ -16,6 +16,7 @@ import numpy as np
 
 from wfbp.cli.plan import reasons
 from wfbp.cli.run_files import RankRun, Run
+from wfbp.cli.tables import short_milliseconds as milliseconds
 from wfbp.cli.tables import size
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.fit import fit_linear, goodness
@@ -30,7 +31,8 @@ except ImportError as error:
     raise WfbpError("pages with figures need Plotly: pip install 'wfbp[report]'") from error
 
 MS = 1e3
-LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+MARGIN = {"t": 30, "r": 10, "b": 45, "l": 10}
+"""Pixels around a figure; tick labels get what they need."""
 BLUE, ORANGE, RED, GREEN, GREY = "#2f6fb0", "#e0881a", "#c8402f", "#1f8a5b", "#6b7280"
 
 
@@ -39,36 +41,38 @@ def schedules(
 ) -> go.Figure:
     """Predicted iterations by schedule; ``measured`` is the schedule that ran, and its seconds."""
     rows = sorted(forecasts, key=lambda f: f.iteration_s, reverse=True)
-    labels = {
-        f.plan.schedule: f"{f.plan.schedule}, T/LB {f.ratio_to_lower_bound:.3f}" for f in rows
-    }
+    names = [f.plan.schedule for f in rows]
+    ratios = [f"T/LB {f.ratio_to_lower_bound:.2f}" for f in rows]
     figure = go.Figure()
-    for name, color, seconds in (
-        ("computation", BLUE, [f.iteration_s - f.exposed_s for f in rows]),
-        ("exposed communication", RED, [f.exposed_s for f in rows]),
+    for name, color, seconds, texts in (
+        ("computation", BLUE, [f.iteration_s - f.exposed_s for f in rows], ratios),
+        ("exposed communication", RED, [f.exposed_s for f in rows], None),
     ):
         figure.add_bar(
             name=name,
             orientation="h",
             x=[value * MS for value in seconds],
-            y=list(labels.values()),
+            y=names,
+            text=texts,
+            textposition="inside",
+            insidetextanchor="start",
             marker_color=color,
-            hovertemplate="%{y}: %{x:.3f} ms",
+            hovertemplate="%{y}: %{x:.2f} ms",
         )
     bound_ms = rows[0].lower_bound_s * MS
-    name = f"lower bound, {bound_ms:.3f} ms"
-    figure.add_vline(bound_ms, name=name, showlegend=True, line={"color": GREY, "dash": "dash"})
+    name = f"lower bound (LB), {milliseconds(rows[0].lower_bound_s)}"
+    figure.add_vline(bound_ms, name=name, line={"color": GREY, "dash": "dash"})
     if measured is not None:
         name, ran_s = measured
         figure.add_scatter(
-            name=f"measured ({name}), {ran_s * MS:.3f} ms",
+            name=f"measured ({name}), {milliseconds(ran_s)}",
             mode="markers",
             x=[ran_s * MS],
-            y=[labels.get(name, name)],
+            y=[name],
             marker={"symbol": "diamond", "size": 12, "color": GREEN},
         )
-    height = 140 + 34 * (len(rows) + 1)
-    figure.update_layout(barmode="stack", legend=LEGEND, height=height, xaxis_rangemode="tozero")
+    height = 75 + 34 * len(rows)
+    figure.update_layout(barmode="stack", height=height, xaxis_rangemode="tozero")
     return figure.update_xaxes(title="ms per iteration")
 
 
@@ -96,7 +100,7 @@ def cost_curve(costs: Costs) -> go.Figure:
             how = goodness(fitted, points)
             text = (
                 f"{name}, fit: {fitted.alpha_s * 1e6:.1f} µs + "
-                f"{fitted.beta_s_per_byte * 1e9:.3f} ns/byte (R² {how.r_squared:.3f}, "
+                f"{fitted.beta_s_per_byte * 1e9:.3g} ns/byte (R² {how.r_squared:.2f}, "
                 f"worst {how.max_relative_error:.0%})"
             )
             sizes = np.geomspace(points[0][0], points[-1][0], 200)
@@ -104,10 +108,10 @@ def cost_curve(costs: Costs) -> go.Figure:
             figure.add_scatter(
                 name=text, mode="lines", x=sizes, y=fitted.many(sizes) * MS, line=line
             )
-    figure.update_layout(legend=LEGEND, height=420)
-    figure.update_traces(hovertemplate="%{x:,.0f} bytes<br>%{y:.4f} ms")
+    figure.update_layout(height=360)
+    figure.update_traces(hovertemplate="%{x:,.0f} bytes<br>%{y:.3g} ms")
     figure.update_xaxes(title="bytes", type="log", exponentformat="SI")
-    return figure.update_yaxes(title="ms", type="log")
+    return figure.update_yaxes(title="ms", type="log", dtick="D2")  # of each decade 1, 2 and 5
 
 
 Bar = tuple[str, str, float, float, str]
@@ -154,14 +158,13 @@ def gantt(run: Run, index: int, predicted: IterationForecast | None) -> go.Figur
             base=[start_s * MS for _, start_s, _, _ in mine],
             x=[(end_s - start_s) * MS for _, start_s, end_s, _ in mine],
             hovertext=[
-                f"{text}<br>{start_s * MS:.3f} to {end_s * MS:.3f} ms"
+                f"{text}<br>{start_s * MS:.2f} to {end_s * MS:.2f} ms"
                 for _, start_s, end_s, text in mine
             ],
             hoverinfo="text",
         )
-    figure.update_layout(barmode="overlay", legend=LEGEND, height=120 + 34 * len(rows))
-    title = "ms since the previous iteration's gradients were in hand"
-    figure.update_xaxes(title=title, rangemode="tozero")
+    figure.update_layout(barmode="overlay", height=75 + 34 * len(rows))
+    figure.update_xaxes(title="ms", rangemode="tozero")
     return figure.update_yaxes(categoryorder="array", categoryarray=rows[::-1])
 
 
@@ -193,7 +196,7 @@ def _rank_bars(rank: RankRun, iteration: dict[str, Any]) -> list[Bar]:
         text = f"group {at['group']}: {group.operation.value} of {size(nbytes)}<br>"
         text += ", ".join(names[:4]) + more
         times = [ready_s[k] for k in group.tensors if ready_s[k] is not None]
-        text += f"<br>ready at {max(times) * MS:.3f} ms" if times else ""
+        text += f"<br>ready at {max(times) * MS:.2f} ms" if times else ""
         bars.append((_PACKING, link, at["start_s"], at["packed_s"], f"packing {text}"))
         bars.append((_MESSAGES, link, at["packed_s"], at["end_s"], text))
     return bars
@@ -210,6 +213,22 @@ def _predicted_bars(predicted: IterationForecast, trace: Trace) -> list[Bar]:
         start_s, end_s = begin_s + at.start_s, begin_s + at.end_s
         bars.append((_MESSAGES, "predicted messages", start_s, end_s, text))
     return bars
+
+
+def _legend(figure: Any) -> str:
+    """Names and colours of a figure as a list, which wraps on a narrow screen."""
+    entries = []
+    for drawn in (*figure.data, *figure.layout.shapes):
+        kind = "line"
+        if getattr(drawn, "mode", None) == "markers":
+            kind = "point"
+        elif drawn.type == "bar":
+            kind = "bar"
+        has_line = drawn.line.color if kind == "line" else None
+        dash = "dashed" if kind == "line" and drawn.line.dash else "solid"
+        swatch = f'class="{kind}" style="color: {has_line or drawn.marker.color}; --dash: {dash}"'
+        entries.append(f"<li><span {swatch}></span>{escape(drawn.name)}</li>")
+    return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
 def _plain(text: str, longest: int = 60) -> str:
@@ -240,6 +259,8 @@ def write_page(path: str, title: str, chapters: Sequence[Chapter]) -> None:
         parts += [f"<p>{escape(note)}</p>" for note in chapter.notes]
         for heading, explanation, figure in chapter.sections:
             parts += [f"<h3>{escape(heading)}</h3>", f"<p>{escape(explanation)}</p>"]
+            parts.append(_legend(figure))
+            figure.update_layout(showlegend=False, margin=MARGIN)
             settings = {"responsive": True, "displaylogo": False}
             parts.append(figure.to_html(settings, full_html=False, include_plotlyjs=False))
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))

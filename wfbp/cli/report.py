@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from wfbp.cli.run_files import BELOW_BOUND, Run, load_runs
-from wfbp.cli.tables import milliseconds, size
+from wfbp.cli.tables import short_milliseconds as _short
+from wfbp.cli.tables import size
 from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.ranks import counted
@@ -25,6 +26,8 @@ NOTHING_TO_GAIN = 1.05
 """A smaller T/LB leaves too little to gain by another schedule."""
 OFF = 1.5
 """A prediction that is wrong by this factor has another cause than noise."""
+DIFFERENT = 0.1
+"""A prediction that is wrong by more than this part is noted."""
 LATE = 0.1
 """A rank is late if another waits for it for more than this part of the iteration."""
 
@@ -63,8 +66,9 @@ def chapter(run: Run) -> Chapter:
     if count:
         text = (
             f"Step {first.steps + 1 + index}, of median length among steps "
-            f"{first.steps + 1 - count} to {first.steps}. Messages under backward or forward are "
-            "free; red is time for which training waits."
+            f"{first.steps + 1 - count} to {first.steps}. Times count from when the previous "
+            "iteration's gradients had arrived. Messages under backward or forward are free; red "
+            "is time for which training waits."
         )
         figure = figures.gantt(run, index, predicted)
         sections.append(("One iteration, rank by rank", text, figure))
@@ -76,7 +80,10 @@ def chapter(run: Run) -> Chapter:
         sections.append(("What a message costs", text, figures.cost_curve(costs)))
         measured_s = run.slowest("measured_iteration_s")
         ran = None if measured_s is None else (first.plan.schedule, measured_s)
-        text = "Each schedule's prediction for this model on this network, and their lower bound."
+        text = (
+            "Each schedule's prediction for this model on this network. T/LB is an iteration over "
+            "the lower bound (LB) of all predictions; close to 1 there is little to gain."
+        )
         figure = figures.schedules(every, ran)
         sections.append(("All schedules on what was measured", text, figure))
     return figures.Chapter(run.name, verdict(run, every), _facts(run), _notes(run), sections)
@@ -134,6 +141,9 @@ def _late_rank(run: Run) -> tuple[int, int, float] | None:
     return (early, late, last_s - first_s) if last_s - first_s > LATE * length_s else None
 
 
+_RATIO = " (iteration / lower bound; close to 1 there is little to gain)"
+
+
 def _facts(run: Run) -> list[tuple[str, str]]:
     first = run.ranks[0]
     about, missing = first.about, f"not yet: {first.phase}"
@@ -162,8 +172,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("steps", f"{first.steps:,}"),
         ("schedule", first.plan.schedule + ("" if first.plan.overlap else ", after backward")),
         ("messages of tensors", f"{len(first.plan.groups)} of {len(specs)}"),
-        *((name, missing if s is None else f"{milliseconds(s)} ms") for name, s in times.items()),
-        ("T/LB, measured", missing if ratio is None else f"{ratio:.3f}"),
+        *((name, missing if s is None else _short(s)) for name, s in times.items()),
+        ("T/LB, measured", missing if ratio is None else f"{ratio:.2f}{_RATIO}"),
         ("interference (kappa)", missing if kappa is None else f"{kappa:.2f}"),
     ]
     return [(name, value) for name, value in facts if value]
@@ -177,9 +187,18 @@ def _notes(run: Run) -> list[str]:
     elif first.trace is None or first.costs is None:
         notes = ["Compute or network was not measured: there are no predictions to show."]
     notes += run.missing
+    measured_s = run.slowest("measured_iteration_s")
+    predicted_s = first.figures["predicted_iteration_s"]
+    if measured_s and predicted_s and abs(measured_s / predicted_s - 1) > DIFFERENT:
+        change = measured_s / predicted_s - 1
+        notes.append(
+            f"Measured iterations are {abs(change):.0%} {'longer' if change > 0 else 'shorter'} "
+            f"than predicted ({_short(measured_s)} instead of {_short(predicted_s)}). The "
+            "predictions below are for compute and network as measured at the start of the run."
+        )
     ratio = run.slowest("ratio_to_lower_bound")
     if ratio is not None and ratio < 1.0:
-        notes.append(f"T/LB {ratio:.3f}: {BELOW_BOUND}.")
+        notes.append(f"T/LB {ratio:.2f}: {BELOW_BOUND}.")
     kappa = first.figures["kappa"]
     if kappa is not None and kappa >= MAX_KAPPA:
         notes.append(
@@ -187,7 +206,3 @@ def _notes(run: Run) -> list[str]:
             "than any interference explains. Do ranks share cores?"
         )
     return notes
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"

@@ -77,6 +77,12 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.3f}"
 
 
+def short_milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds with three digits or more, as 1.25 ms or 1,024 ms."""
+    value = seconds * 1e3
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
+
+
 def size(nbytes: float) -> str:
     """Bytes in a suitable unit, as 40 B or 1.5 KiB."""
     if nbytes < 1024:
