@@ -1,11 +1,12 @@
-"""Suites of others: Horovod's and PyTorch's.
+"""Checks from outside: Horovod's and PyTorch's suites, and what readers are shown.
 
-    python -m tests.outside --horovod FOLDER [--only tests examples pytorch]
+    python -m tests.outside --horovod FOLDER [--only PART ...]
 
 ``FOLDER`` is a clone of Horovod's repository at its last release. Runs its ``test_torch.py`` and
 its examples for PyTorch on two ranks, and the tests of process groups that PyTorch's wheel contains
-(``tests.benchmarks upstream``) on three. Prints what passed and why the rest did not; the exit
-status is 1 if a test fails for a reason that is not known.
+(``tests.benchmarks upstream``) on three. Then runs what the pages show, each in an environment with
+what that page names (``tests.outside.pages``). Prints what passed and why the rest did not; the
+exit status is 1 if a test fails for a reason that is not known.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from tests.outside import horovod
 from tests.outside.horovod import Outcome
 
-PARTS = ("tests", "examples", "pytorch")
+PARTS = ("tests", "examples", "pytorch", "pages")
 
 
 def main() -> int:
@@ -44,6 +45,9 @@ def main() -> int:
         print("\nPyTorch's distributed_test.py, 3 ranks", flush=True)
         command = [sys.executable, "-m", "tests.benchmarks", "upstream"]
         failed += subprocess.run(command).returncode != 0
+    if "pages" in options.only:
+        print("\nExamples, pages and commands in environments of their own", flush=True)
+        failed += subprocess.run([sys.executable, "-m", "tests.outside.pages"]).returncode != 0
     return 1 if failed else 0
 
 
