@@ -8,12 +8,14 @@ start (a shell in a Slurm allocation), so a variable counts only if set for this
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import shlex
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +34,9 @@ def load(timeout_s: float | None = None) -> ModuleType:
     """Import ``mpi4py.MPI``, which starts MPI; ``BackendError`` without MPI or its threads. MPICH
     waits forever for a rank that has ended: after ``timeout_s`` a timer ends the process with a
     traceback."""
+    if "mpi4py.MPI" not in sys.modules:
+        _check_process()
+        _check_shared_memory()
     try:
         with _ending_after(timeout_s if "mpi4py.MPI" not in sys.modules else None):
             mpi = _start_which_waits_for_every_rank()
@@ -40,6 +45,7 @@ def load(timeout_s: float | None = None) -> ModuleType:
             f"MPI could not be started ({error}); install mpi4py and an MPI library, for example "
             "by: pip install 'wfbp[mpich]'"
         ) from error
+    _mark_process()
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise BackendError(
             "MPI was started without support for threads (MPI_THREAD_MULTIPLE), which wfbp needs "
@@ -47,6 +53,76 @@ def load(timeout_s: float | None = None) -> ModuleType:
             "with MPI_Init_thread"
         )
     return mpi
+
+
+def _check_process() -> None:
+    """Raise ``BackendError`` in a process that a rank has started."""
+    if started_by_rank():
+        raise BackendError(
+            f"this process was started by rank {number(_RANK, os.environ)} and is no rank itself, "
+            "so it cannot call init(). If multiprocessing has started it, put the program's own "
+            "lines under `if __name__ == '__main__':`; if it is to train alone, start it by "
+            "`wfbprun -n 1`"
+        )
+
+
+_RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
+
+def started_by_rank() -> bool:
+    """Whether a rank has started this process, which has the rank's variables and is no rank."""
+    if number(_RANK, os.environ) is None:
+        return False
+    # A worker that multiprocessing spawns has no parent yet while it imports the program.
+    is_worker = multiprocessing.parent_process() is not None or getattr(
+        multiprocessing.current_process(), "_inheriting", False
+    )
+    # Open MPI's job and the process of the rank, of which this one inherited the variable.
+    job, _, owner = os.environ.get("_WFBP_RANK", "").rpartition(":")
+    is_of_rank = job == os.environ.get("PMIX_NAMESPACE") and owner != str(os.getpid())
+    return is_worker or is_of_rank or _has_lost_launcher()
+
+
+def _has_lost_launcher() -> bool:
+    """Whether the launcher's connection is closed here: a rank's children do not inherit it."""
+    descriptor = number(("PMI_FD",), os.environ)
+    if descriptor is None:
+        return False
+    try:
+        return not stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    except OSError:
+        return True
+
+
+def _mark_process() -> None:
+    """Let processes that this one starts know that they are no ranks."""
+    if job := os.environ.get("PMIX_NAMESPACE"):
+        os.environ["_WFBP_RANK"] = f"{job}:{os.getpid()}"
+    descriptor = number(("PMI_FD",), os.environ)
+    if descriptor is not None:
+        with suppress(OSError):  # MPI has ended
+            os.set_inheritable(descriptor, False)
+
+
+_SHM = "/dev/shm"
+_SHM_MIB, _SHM_MIB_PER_RANK = 16, 4
+"""MPICH's start ends with signal 7 or 11 if it has less; measured with version 5.0.2."""
+
+
+def _check_shared_memory() -> None:
+    """Raise ``BackendError`` if ``/dev/shm`` is too small for MPICH's ranks on this host."""
+    rank, ranks = number(("PMI_RANK",), os.environ), number(("MPI_LOCALNRANKS",), os.environ)
+    if rank is None or ranks is None or not os.path.isdir(_SHM):
+        return
+    # All of it, not what is free: other ranks may have started.
+    status = os.statvfs(_SHM)
+    size_mib = status.f_blocks * status.f_frsize / 2**20
+    needed_mib = _SHM_MIB + _SHM_MIB_PER_RANK * ranks
+    if size_mib < needed_mib:
+        raise BackendError(
+            f"rank {rank}: {_SHM} has {size_mib:.0f} MiB, expected at least {needed_mib} MiB for "
+            f"{ranks} ranks on this host; enlarge it (docker run --shm-size=1g), or start fewer"
+        )
 
 
 def unlink_segments(mpi: ModuleType) -> None:
@@ -193,6 +269,12 @@ def _promise_of(
         return None
     variable = next(name for name in ranks if name in environment)
     return Promise(launcher, variable, rank + 1, rank, is_exact=False)
+
+
+def started_by_launcher(environment: Mapping[str, str]) -> bool:
+    """Whether MPI's launcher or srun has started this process; not the shell of an allocation."""
+    of_mpi = (_promise_of(environment, *launcher) for launcher in _MPI_LAUNCHERS)
+    return any(of_mpi) or _started_by_srun(environment)
 
 
 def _started_by_srun(environment: Mapping[str, str]) -> bool:
