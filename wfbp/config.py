@@ -27,6 +27,8 @@ class Config:
         shared_memory: whether ranks of one host may read each other's memory; all must allow it.
         reproducible: whether several hosts add in the order of all ranks, as one host does, instead
             of first the ranks of each host; the network then carries more.
+        torch_env: whether ranks that MPI or Slurm starts get torchrun's variables (``RANK`` and
+            others) when PyTorch is imported.
         check_launcher: whether to fail if a launcher promised more ranks than MPI found.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication delayed.
@@ -56,6 +58,7 @@ class Config:
     zero_copy_min_bytes: int = 2**18
     shared_memory: bool = True
     reproducible: bool = False
+    torch_env: bool = True
     check_launcher: bool = True
     warmup_steps: int = 3
     profile_steps: int = 5

@@ -20,7 +20,7 @@ BELOW: dict[str, set[str]] = {
     "launcher": {"errors"},
     "comm": {"config", "core", "errors", "native"},
     "cuda": {"comm", "config", "core", "errors"},
-    "runtime": {"comm", "config", "core", "errors", "native"},
+    "runtime": {"comm", "config", "core", "errors", "launcher", "native"},
 }
 """What each part may import besides itself."""
 

@@ -24,11 +24,12 @@ from wfbp.launcher.hosts import (
     MPI_HOSTFILE,
     Host,
     allocation,
+    choose_master,
     parse_hosts,
     read_hostfile,
 )
 from wfbp.launcher.mpi import find_library, find_mpi
-from wfbp.launcher.rank import REMEDY
+from wfbp.launcher.rank import REMEDY, num_gpus
 
 CHECK_S = 10
 """Seconds within which a host must answer."""
@@ -56,6 +57,11 @@ CHECK_S = 10
 )
 @click.option(
     "--gpu", is_flag=True, help="Show each rank only the GPU with its local rank's number."
+)
+@click.option(
+    "--torch-env/--no-torch-env",
+    default=True,
+    help="Set RANK, WORLD_SIZE and others as torchrun does.",
 )
 @click.option("--interface", metavar="NAME", help="Network interface for MPI, NCCL and gloo.")
 @click.option(
@@ -95,7 +101,7 @@ CHECK_S = 10
 )
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module: python -m PROGRAM.")
 @click.option("--dry-run", is_flag=True, help="Print the command without running it.")
-@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="PROGRAM [ARGUMENT]...")
 def command(program: tuple[str, ...], **options: Any) -> None:
     """Start PROGRAM on several ranks: wfbprun -n 4 python train.py
 
@@ -105,6 +111,11 @@ def command(program: tuple[str, ...], **options: Any) -> None:
     in .py, or the module of -m. The process becomes mpirun: signals reach the job, and its exit
     status is the job's.
     """
+    if not program:
+        raise click.UsageError(
+            "which program? Name it after the options: wfbprun -n 4 train.py; wfbprun --help "
+            "lists them"
+        )
     given = SimpleNamespace(**options)
     environment = dict(os.environ)
     if given.module:
@@ -136,6 +147,8 @@ def command(program: tuple[str, ...], **options: Any) -> None:
             check_hosts(spec.placed(), spec.remote_shell or "ssh", given.wait_s)
         if not spec.is_remote:
             _check_program(program, environment.get("PATH"))
+            if given.gpu:
+                _check_gpus(spec.num_ranks, environment)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -160,6 +173,7 @@ def _job(
         raise click.UsageError("how many ranks? Give -n N before the program, or name hosts")
     settings = ["--cores"] if given.bind and hasattr(os, "sched_setaffinity") else []
     settings += ["--gpu"] if given.gpu else []
+    settings += ["--torch-env", choose_master(hosts) if given.torch_env else ""]
     settings += ["--output", os.path.abspath(given.output)] if given.output else []
     record = {"WFBP_RECORD": os.path.abspath(given.record)} if given.record else {}
     return LaunchSpec(
@@ -196,6 +210,16 @@ def _check_program(program: Sequence[str], path: str | None) -> None:
             raise click.UsageError(f"{name}: no such file in {os.getcwd()}")
     elif not by_python and shutil.which(name, path=path) is None:
         raise click.UsageError(f"cannot start {name}: {REMEDY}")
+
+
+def _check_gpus(num_ranks: int, environment: dict[str, str]) -> None:
+    """Raise ``click.UsageError`` if this host has too few GPUs, instead of training on CPUs."""
+    present = None if environment.get("CUDA_VISIBLE_DEVICES") else num_gpus()
+    if present is not None and present < num_ranks:
+        raise click.UsageError(
+            f"--gpu: {num_ranks} ranks were asked for, and this host has {present} NVIDIA GPUs; "
+            "start fewer, or train on CPUs without --gpu"
+        )
 
 
 def _check_interface(text: str) -> None:
@@ -254,4 +278,4 @@ def _unreachable(shell: Sequence[str], name: str) -> str:
 def main() -> None:
     from wfbp.cli.app import main as wfbp
 
-    wfbp(["run", *sys.argv[1:]])
+    wfbp(["run", *sys.argv[1:]], name="wfbprun")

@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +111,18 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     if not parts:
         raise ValueError(f"{path} names no host")
     return parse_hosts(",".join(parts))
+
+
+def choose_master(hosts: Sequence[Host]) -> str:
+    """A HOST:PORT for rank 0's store of torch.distributed; the port is free here."""
+    name = hosts[0].name if hosts else "localhost"
+    if all(host.is_local for host in hosts):
+        name = "127.0.0.1"
+    elif hosts[0].is_local:
+        name = socket.gethostname() if name in ("localhost", "127.0.0.1", "::1") else name
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{name}:{probe.getsockname()[1]}"
 
 
 def allocation(environment: Mapping[str, str]) -> tuple[str, tuple[Host, ...]]:

@@ -1,7 +1,8 @@
 """Runs on each rank before the program: chooses cores, GPU and output, then becomes the program.
 
-``python -m wfbp.launcher.rank [--cores] [--gpu] [--output DIR] -- PROGRAM ...``. It imports only
-the standard library and replaces itself by ``exec``, so signals reach the program directly.
+``python -m wfbp.launcher.rank [--cores] [--gpu] [--output DIR] [--torch-env HOST:PORT] --
+PROGRAM ...``. It imports only the standard library and replaces itself by ``exec``, so signals
+reach the program directly.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ from pathlib import Path
 
 from wfbp.launcher.hosts import expand_counts
 
+WFBPRUN = "WFBPRUN"
+"""Variable of ranks that wfbprun has started: the HOST:PORT that it chose for torch.distributed, or
+empty."""
+
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 _LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+_SIZE = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 REMEDY = (
     "expected a program on the PATH, the path of one, or a file that ends in .py, on every host"
 )
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MOST_DIGITS = 20
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -50,6 +57,27 @@ def local_size(environment: Mapping[str, str]) -> int | None:
     return size
 
 
+def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torchrun for this rank; empty if its launcher does not tell all of them.
+
+    >>> hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    >>> torch_variables(hydra)
+    {'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '1', 'LOCAL_WORLD_SIZE': '2'}
+    """
+    numbers = [number(names, environment) for names in (RANK, _SIZE, _LOCAL_RANK)]
+    numbers.append(local_size(environment))
+    if None in numbers:
+        return {}
+    return dict(zip(TORCH_VARIABLES, map(str, numbers), strict=True))
+
+
+def num_gpus() -> int | None:
+    """NVIDIA GPUs of this host, by their device files; None if it has others, as under WSL."""
+    if os.path.exists("/dev/dxg"):
+        return None
+    return sum(name[:6] == "nvidia" and name[6:].isdecimal() for name in os.listdir("/dev"))
+
+
 def prepare(options: Sequence[str], environment: dict[str, str]) -> None:
     """Choose cores, GPU and output; ``ValueError`` for bad options, or ranks without numbers."""
     left = list(options)
@@ -62,10 +90,25 @@ def prepare(options: Sequence[str], environment: dict[str, str]) -> None:
             for name in _THREADS:
                 environment.setdefault(name, str(max(1, len(cores) // size)))
         elif option == "--gpu":
-            rank, _ = _place(environment)
+            rank, size = _place(environment)
             devices = list(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+            present = None if devices else num_gpus()
+            if present is not None and rank >= present:
+                raise ValueError(
+                    f"--gpu: {size} ranks on this host, which has {present} NVIDIA GPUs; start "
+                    "fewer, or train on CPUs without --gpu"
+                )
             own = devices[rank % len(devices)] if devices else str(rank)
             environment["CUDA_VISIBLE_DEVICES"] = own
+        elif option == "--torch-env" and left:
+            environment[WFBPRUN] = master = left.pop(0)
+            if not master:  # of --no-torch-env
+                environment["WFBP_TORCH_ENV"] = "0"
+                continue
+            environment.update(torch_variables(environment))
+            address, _, port = master.rpartition(":")
+            if "MASTER_ADDR" not in environment and "MASTER_PORT" not in environment:
+                environment |= {"MASTER_ADDR": address, "MASTER_PORT": port}
         elif option == "--output" and left:
             _redirect(Path(left.pop(0)), number(RANK, environment))
         else:

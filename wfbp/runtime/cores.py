@@ -19,7 +19,7 @@ def num_threads() -> int:
     return number(("told",), {"told": told}) or 1
 
 
-def advice(ranks: int, cores: int, threads: int) -> str:
+def advice(ranks: int, cores: int, threads: int, by_wfbprun: bool = False) -> str:
     """A warning with its remedy if this many ranks, with this many threads each, share too few
     cores; else empty.
 
@@ -32,15 +32,17 @@ wfbprun, which divides the cores among ranks, or set OMP_NUM_THREADS=2'
     have = f"{'the same ' * (ranks > 1)}{cores} cores" if cores > 1 else "one core"
     if ranks > cores:
         return (
-            f"{ranks} ranks use {have}, and take turns. Start fewer ranks, ask for a core per rank "
-            "(Slurm: --cpus-per-task), or bind them to different cores (wfbprun does)"
+            f"{ranks} ranks use {have}, and take turns. Start fewer ranks, or ask for a core per "
+            "rank (Slurm: --cpus-per-task)"
+            + ("" if by_wfbprun else ", or bind them to different cores (wfbprun does)")
         )
     if ranks * threads <= cores:
         return ""
     who = (
         f"{ranks} ranks with {threads} threads each use" if ranks > 1 else f"{threads} threads use"
     )
+    start = "" if by_wfbprun else "Start with wfbprun, which divides the cores among ranks, or set"
     return (
-        f"{who} {have}, so threads wait for each other. Start with wfbprun, which divides the "
-        f"cores among ranks, or set OMP_NUM_THREADS={cores // ranks}"
+        f"{who} {have}, so threads wait for each other. {start or 'Set'} "
+        f"OMP_NUM_THREADS={cores // ranks}"
     )

@@ -23,6 +23,7 @@ from wfbp.comm.waiting import num_cores
 from wfbp.config import Config, read_environment, unknown_variables
 from wfbp.core.ranks import counted, name_values
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpError
+from wfbp.launcher.rank import WFBPRUN
 from wfbp.runtime import timeline, uncaught
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.cores import advice, num_threads, own_cores
@@ -305,7 +306,8 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
 
 def warn_of_cores(runtime: Runtime, threads: int) -> None:
     """Warn if ranks with so many threads each are too many for their cores."""
-    if problem := advice(runtime.core_sharers, num_cores(), threads):
+    by_wfbprun = WFBPRUN in os.environ
+    if problem := advice(runtime.core_sharers, num_cores(), threads, by_wfbprun):
         runtime.warn_once("cores", problem)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import stat
@@ -20,6 +22,7 @@ from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program, slu
 from wfbp.launcher.hosts import (
     Host,
     allocation,
+    choose_master,
     parse_hosts,
     read_hostfile,
 )
@@ -230,12 +233,53 @@ class TestRanks:
         assert rank.local_size({}) is None
         assert rank.number(("PMI_RANK",), {"PMI_RANK": "9" * 5000}) is None
 
-    def test_one_gpu_of_those_that_are_visible(self) -> None:
+    def test_one_gpu_of_those_that_are_visible(self, monkeypatch: pytest.MonkeyPatch) -> None:
         place = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+        monkeypatch.setattr(rank, "num_gpus", lambda: 2)
         for visible, own in (("4,5", "5"), ("", "1")):
             variables = place | {"CUDA_VISIBLE_DEVICES": visible}
             rank.prepare(["--gpu"], variables)
             assert variables["CUDA_VISIBLE_DEVICES"] == own
+
+    def test_no_gpu_for_a_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        place = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+        monkeypatch.setattr(rank, "num_gpus", lambda: 1)
+        with pytest.raises(ValueError, match="2 ranks on this host, which has 1 NVIDIA GPUs; "):
+            rank.prepare(["--gpu"], place)
+        monkeypatch.setattr(run, "num_gpus", lambda: 1)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        told = wfbp("run", "-n", 2, "--gpu", "true")
+        assert_refused(told, "--gpu: 2 ranks were asked for, and this host has 1 NVIDIA GPUs")
+
+    def test_the_variables_of_torchrun(self) -> None:
+        """Those of the rank replace others; an address that is set stays."""
+        hydra = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+        variables = hydra | {"RANK": "0", "WORLD_SIZE": "1"}
+        rank.prepare(["--torch-env", "n1:4711"], variables)
+        assert variables == hydra | {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "n1",
+            "MASTER_PORT": "4711",
+            "WFBPRUN": "n1:4711",
+        }
+        variables = hydra | {"MASTER_ADDR": "mine", "MASTER_PORT": "1"}
+        rank.prepare(["--torch-env", "n1:4711"], variables)
+        assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("mine", "1")
+        variables = dict(hydra)
+        rank.prepare(["--torch-env", ""], variables)
+        assert variables == hydra | {"WFBPRUN": "", "WFBP_TORCH_ENV": "0"}
+        slurm = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0"}
+        slurm |= {"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "1"}
+        assert list(rank.torch_variables(slurm).values()) == ["2", "3", "0", "1"]
+        assert rank.torch_variables({"PMI_RANK": "0"}) == {}
+
+    def test_where_rank_0_is(self) -> None:
+        assert choose_master(()).startswith("127.0.0.1:")
+        assert choose_master((Host("far"), Host("localhost"))).startswith("far:")
+        assert choose_master((Host("localhost"), Host("far"))).startswith(socket.gethostname())
 
     def test_a_launcher_that_does_not_tell(self) -> None:
         with pytest.raises(ValueError, match="does not tell this rank its number"):
@@ -318,6 +362,18 @@ class TestMistakes:
     def nothing_granted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in [n for n in os.environ if n.startswith(("SLURM_", "PBS_", "LSB_", "PE_"))]:
             monkeypatch.delenv(name)
+
+    def test_nothing_to_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """``wfbprun`` speaks of itself."""
+        assert_refused(wfbp("run", "-n", 2), "which program?")
+        monkeypatch.setattr(sys, "argv", ["wfbprun"])
+        with pytest.raises(SystemExit, match="2"), contextlib.redirect_stderr(io.StringIO()) as err:
+            run.main()
+        assert err.getvalue().startswith("wfbprun: error: which program? Name it after the options")
+        monkeypatch.setattr(sys, "argv", ["wfbprun", "--help"])
+        with pytest.raises(SystemExit, match="0"), contextlib.redirect_stdout(io.StringIO()) as out:
+            run.main()
+        assert out.getvalue().startswith("Usage: wfbprun [OPTIONS] PROGRAM [ARGUMENT]...\n")
 
     def test_how_many(self) -> None:
         assert_refused(wfbp("run", "train.py"), "how many ranks?")

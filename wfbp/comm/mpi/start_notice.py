@@ -37,11 +37,25 @@ def under_launcher(min_ranks: int = 2) -> bool:
 
 
 def meets_by_mpi(url: str) -> bool:
-    """Whether PyTorch's ``env://`` is to use MPI: a launcher started this rank, and PyTorch's own
-    variables are not set."""
-    has_address = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    """Whether PyTorch's ``env://`` is to use MPI: a launcher started this rank, and the program or
+    the user has named no other address than wfbprun."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    has_address = address and port and os.environ.get("WFBPRUN") != f"{address}:{port}"
     is_told = has_address and ("RANK" in os.environ or "rank=" in url)
     return under_launcher(min_ranks=1) and not is_told
+
+
+def contradiction(environment: Mapping[str, str]) -> str:
+    """How ``RANK`` or ``WORLD_SIZE`` differs from what MPI's launcher says; empty if neither."""
+    for name, names in (("RANK", _RANK), ("WORLD_SIZE", _SIZE)):
+        of_mpi = number(names, environment)
+        if of_mpi is not None and environment.get(name, str(of_mpi)) != str(of_mpi):
+            return (
+                f"rank {number(_RANK, environment)}: expected {name}={of_mpi}, as MPI's launcher "
+                f"says, found {name}={environment[name]}; unset RANK, WORLD_SIZE and LOCAL_RANK, "
+                "or start with wfbprun, which sets them"
+            )
+    return ""
 
 
 def main() -> None:

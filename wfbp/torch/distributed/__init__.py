@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_handlers
 
+from wfbp.runtime import launched
 from wfbp.torch.distributed import groups
 from wfbp.torch.distributed.process_group import ProcessGroup
 
@@ -34,6 +35,7 @@ __all__ = ["ProcessGroup", "register"]
 @functools.cache
 def register() -> None:
     """Register the backend, unless PyTorch has done so (``integrations/torch_backend``)."""
+    launched.prepare()
     if "WFBP" not in dist.Backend._plugins:
         dist.Backend.register_backend("wfbp", groups.create, extended_api=True, devices=["cpu"])
     rendezvous_handlers["wfbp"] = groups.over_mpi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import uuid
@@ -17,10 +18,10 @@ from torch.distributed.rendezvous import _env_rendezvous_handler
 
 from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.mpi.exchange import Exchange
-from wfbp.comm.mpi.start_notice import meets_by_mpi
+from wfbp.comm.mpi.start_notice import contradiction, meets_by_mpi
 from wfbp.errors import BackendError, StallError, WfbpError
 from wfbp.launcher.hosts import interfaces
-from wfbp.runtime import process
+from wfbp.runtime import launched, process
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.lane import NOTICE
 from wfbp.torch.distributed.process_group import ProcessGroup
@@ -39,8 +40,13 @@ _groups: Groups | None = None
 
 def by_environment(url: str, **options: Any) -> Found:
     """Serve ``env://``: over MPI if only an MPI launcher tells the rank."""
-    handle = over_mpi if meets_by_mpi(url) else _env_rendezvous_handler
-    return handle(url, **options)
+    launched.rendezvous_used = True
+    if not meets_by_mpi(url):
+        found: Found = _env_rendezvous_handler(url, **options)
+        return found
+    if problem := contradiction(os.environ):
+        raise ValueError(problem)
+    return over_mpi(url, **options)
 
 
 def over_mpi(_: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> Found:
