@@ -34,6 +34,7 @@ _HOMES = {
         "broadcast_parameters",
         "join",
     ),
+    "wfbp.launcher.function": ("run",),
     "wfbp.runtime.api.reducer": ("GradientReducer",),
     "wfbp.runtime.collectives.api": (
         "add_process_set",

@@ -56,7 +56,8 @@ def start(mpi: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 def test_ranks_have_their_cores_variables_and_files(mpi: str, program: Path) -> None:
     """And the exit status is the job's."""
     output = program.parent / "output"
-    options = ("-n", 2, "-x", "MINE=yes", "--gpu", "--output", output)
+    seen = ("-x", "CUDA_VISIBLE_DEVICES=0,1")  # or this machine without GPUs is refused
+    options = ("-n", 2, "-x", "MINE=yes", *seen, "--no-check", "--gpu", "--output", output)
     done = start(mpi, *options, program, 3)
     assert done.returncode == 3, done.stderr
     assert "an error line" not in done.stderr
@@ -130,3 +131,52 @@ def test_two_hosts(program: Path) -> None:
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert sorted(t["rank"] for t in told) == [0, 1]
     assert min(sent) > 0
+
+
+FUNCTION = """
+import pickle, sys
+import wfbp
+
+def task(text, fails=False):
+    wfbp.init()
+    print("from a rank")
+    if fails and wfbp.rank() == 1:
+        raise ValueError("a bad sample")
+    wfbp.barrier()
+    return text, wfbp.rank(), wfbp.size()
+
+def for_horovod(first):
+    import horovod.torch as hvd
+    hvd.init()
+    return first + hvd.rank()
+
+assert wfbp.run(task, ("a",), np=2) == [("a", 0, 2), ("a", 1, 2)]
+try:
+    wfbp.run(task, kwargs={"text": "a", "fails": True}, np=2)
+except wfbp.launcher.function.WfbpError as error:
+    assert str(error).startswith("rank 1 failed:"), error
+    assert "in task" in str(error) and isinstance(error.__cause__, ValueError), error
+from wfbp.horovod import run
+assert run(for_horovod, (5,), np=2, verbose=1) == [5, 6]
+try:
+    run(for_horovod, (5,), np=2, hosts="a:2")
+except TypeError as error:
+    assert "wfbprun -H" in str(error)
+print("ran")
+"""
+
+
+def test_a_function_on_ranks(mpi: str, tmp_path: Path) -> None:
+    """From a program that is no rank, whose functions are in no module."""
+    program = tmp_path / "notebook.py"
+    program.write_text(FUNCTION)
+    done = subprocess.run(
+        [str(launcher.interpreter(mpi)), str(program)],
+        env={**os.environ, "PYTHONPATH": str(launcher.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "ran"
+    assert done.stdout.count("from a rank") == 4

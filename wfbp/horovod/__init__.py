@@ -44,7 +44,6 @@ INSTEAD = {
     "keras": "wfbp has no adapter for Keras; PyTorch is served by wfbp.torch",
     "mxnet": "wfbp has no adapter for MXNet; PyTorch is served by wfbp.torch",
     "ray": "use wfbp.integrations.ray.run, or launch/ray_job.py for a script",
-    "run": _RUN,
     "runner": _RUN,
     "spark": f"wfbp has no adapter for Spark; {_RUN}",
     "tensorflow": "wfbp has no adapter for TensorFlow; PyTorch is served by wfbp.torch",
@@ -106,7 +105,7 @@ def _contents() -> dict[str, Mapping[str, Any]]:
     }
     elastic_names = {name: getattr(elastic, name) for name in ("ElasticSampler", "TorchState")}
     return {
-        "horovod": {"__version__": __version__},
+        "horovod": {"__version__": __version__, "run": run},
         "horovod.common": {},
         "horovod.torch": names,
         "horovod.torch.elastic": {**names, **elastic_names, "run": elastic.run},
@@ -118,6 +117,48 @@ def _contents() -> dict[str, Mapping[str, Any]]:
         **{f"horovod.common.{name}": {**names, **errors} for name in _COMMON},
         **{f"horovod.torch.{name}": {**names, **elastic_names} for name in _TORCH},
     }
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int = 1,
+    **options: Any,
+) -> list[Any]:
+    """Call a function on ``np`` ranks of this machine, as Horovod's ``run`` does.
+
+    Args:
+        func: may import ``horovod.torch``.
+        args: positional arguments, the same on every rank.
+        kwargs: arguments by name.
+        np: number of ranks.
+        options: Horovod's others, of which ``verbose``, ``use_mpi``, ``use_gloo`` and those that
+            are None have no effect.
+
+    Returns:
+        The function's results, by rank.
+
+    Raises:
+        TypeError: an option asks for something else, such as other hosts.
+        WfbpError: as :func:`wfbp.run`.
+    """
+    ignored = ("verbose", "use_mpi", "use_gloo", "start_timeout", "executable")
+    for name, value in options.items():
+        if name not in ignored and value is not None:
+            raise TypeError(
+                f"run({name}={value!r}): wfbp runs a function on this machine's ranks; for other "
+                "hosts start the program by `wfbprun -H`"
+            )
+    results: list[Any] = import_module("wfbp.launcher.function").run(
+        _in_rank, (func, args, kwargs), np=np
+    )
+    return results
+
+
+def _in_rank(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    stand_in()
+    return func(*args, **(kwargs or {}))
 
 
 class _OptimizerClass(ABC):  # noqa: B024 - its instances are registered

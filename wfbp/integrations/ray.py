@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +24,9 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from wfbp.errors import BackendError, PeerError, WfbpError
+from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command
+from wfbp.launcher.function import LAST_LINES, call, results
 from wfbp.launcher.hosts import Host
 from wfbp.launcher.mpi import Vendor, find_mpi
 from wfbp.launcher.rank import RANK, number
@@ -34,9 +34,6 @@ from wfbp.launcher.rank import RANK, number
 __all__ = ["run"]
 
 T = TypeVar("T")
-
-LAST_LINES = 20
-"""Lines of ``mpirun``'s standard error in an error's message."""
 
 
 def run(
@@ -109,7 +106,7 @@ def run(
             ).remote()
             for bundle in range(num_ranks)
         ]
-        return _run(ray, places, cloudpickle.dumps((function, arguments)))
+        return _run(ray, places, cloudpickle.dumps((function, arguments, {})))
     finally:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get([place.stop.remote() for place in places])
@@ -134,16 +131,7 @@ def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
     firsts = {node: there[0] for node, there in by_node.items()}
     status, output = ray.get(ranks[0].launch.remote(hosts, firsts, host_names))
     outcomes = [cloudpickle.loads(o) for o in ray.get([p.outcome.remote() for p in ranks])]
-    failures = [(rank, *o[1:]) for rank, o in enumerate(outcomes) if o and o[0] == "raised"]
-    if failures:  # the first cause first, not the PeerErrors that followed from it
-        failures.sort(key=lambda failure: isinstance(failure[1], PeerError))
-        rank, error, text = failures[0]
-        raise WfbpError(f"rank {rank} failed:\n{text}") from error
-    missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-    if missing or status:
-        lost = f"; no result of ranks {', '.join(map(str, missing))}" if missing else ""
-        raise BackendError(f"mpirun ended with status {status}{lost}\n{output}".rstrip())
-    return [outcome[1] for outcome in outcomes]
+    return results(outcomes, status, output)
 
 
 def check_host_names(host_names: Mapping[str, str], vendor: Vendor) -> None:
@@ -296,20 +284,7 @@ def _rank(folder: str) -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # MPI may have brought those of the first node
     of_rank = dict(os.environ)
     os.environ |= variables | of_rank
-    outcome = file.with_suffix(".outcome")
-    try:
-        function, arguments = cloudpickle.loads(task)
-        returned = cloudpickle.dumps(("returned", function(*arguments)))
-    except BaseException as error:
-        text = traceback.format_exc()
-        try:
-            left = cloudpickle.dumps(("raised", error, text))
-            cloudpickle.loads(left)
-        except Exception:  # the error cannot be pickled; its text can
-            left = cloudpickle.dumps(("raised", None, text))
-        outcome.write_bytes(left)
-        raise
-    outcome.write_bytes(returned)
+    call(task, file.with_suffix(".outcome"))
 
 
 if __name__ == "__main__":
