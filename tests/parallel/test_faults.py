@@ -24,7 +24,7 @@ DECOUPLED = (
 
 def ended(n: int, *case: object, **options: Any) -> Outcome:
     """The job ended by itself, long before its time limits (600 s), and not well."""
-    kind = "torch" if {"torch", "decoupled", "method"} & set(case) else None
+    kind = "torch" if {"torch", "busy-torch", "decoupled", "method"} & set(case) else None
     found = outcome("faults", n, *case, timeout=100, preloaded=kind, **options)
     assert found.run.rc not in (0, None), found.run
     return found
@@ -55,9 +55,15 @@ def test_an_exception_reaches_ranks_that_wait_elsewhere(place: str, who: int) ->
     )
 
 
-@pytest.mark.parametrize("place", ["compute", "sleep"])
+@pytest.mark.parametrize("place", ["compute", "sleep", "busy-torch"])
 def test_an_exception_ends_ranks_that_never_look(place: str) -> None:
-    assert REASON in ended(3, "fail", place, 0, env=GRACE).run.stderr
+    """With one line of each; not with an error of PyTorch, whose parts MPI has ended already."""
+    found = ended(3, "fail", place, 0, env=GRACE)
+    assert REASON in found.run.stderr
+    assert found.run.stderr.count("Traceback (most") == 1, found.run
+    for rank in (1, 2):
+        told = f"wfbp: PeerError: rank {rank} of 3: rank 0 failed: {REASON} (this rank was at "
+        assert found.run.stderr.count(told) == 1, found.run
 
 
 def test_an_exception_in_a_training_thread() -> None:

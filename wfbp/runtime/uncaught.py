@@ -8,12 +8,15 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from traceback import extract_tb
+from traceback import StackSummary, extract_stack, extract_tb
 from types import TracebackType
 from typing import Any
 
 from wfbp.errors import PeerError, WfbpError
 from wfbp.runtime.runtime import Runtime
+
+_told: BaseException | None = None
+"""The error of another rank that was reported while the program still computed."""
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], Any]
 _ThreadHook = Callable[[threading.ExceptHookArgs], Any]
@@ -25,11 +28,13 @@ _runtime: Runtime | None = None
 
 def install(runtime: Runtime) -> None:
     """From now on an uncaught exception in a thread that trains ends the job."""
-    global _previous, _runtime
+    global _previous, _runtime, _told
+    _told = None
     if runtime.size > 1:
         _runtime = runtime
         _previous = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = _report, _report_thread
+        runtime.thread.loop.on_unnoticed = lambda: _report_unnoticed(runtime)
 
 
 def uninstall() -> None:
@@ -49,12 +54,25 @@ def _report(
         line = f"{_runtime.where}: KeyboardInterrupt {_place(traceback)}"
     elif issubclass(kind, PeerError):  # the traceback that helps is the other rank's
         line = f"PeerError: {error} (this rank was {_place(traceback)})"
-    if line and main is sys.__excepthook__:  # not if the program has its own hook
+    if error is _told:
+        pass
+    elif line and main is sys.__excepthook__:  # not if the program has its own hook
         sys.stderr.write(f"wfbp: {line}\n")
     else:
         main(kind, error, traceback)
     if _runtime is not None:
         _end(_runtime, error)
+
+
+def _report_unnoticed(runtime: Runtime) -> None:
+    """On the communication thread: why the launcher will end this rank, whose program computes."""
+    global _told
+    _told = runtime.thread.error
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    place = _place_of(extract_stack(frame))
+    sys.stderr.write(f"wfbp: PeerError: {_told} (this rank was {place})\n")
+    sys.stderr.flush()
+    sys.stdout.flush()
 
 
 def _report_thread(arguments: threading.ExceptHookArgs) -> None:
@@ -66,8 +84,12 @@ def _report_thread(arguments: threading.ExceptHookArgs) -> None:
 
 def _place(traceback: TracebackType | None) -> str:
     """Place in the program: the innermost line that is neither of this package nor of Python."""
+    return _place_of(extract_tb(traceback))
+
+
+def _place_of(stack: StackSummary) -> str:
     ours = str(Path(__file__).resolve().parents[1]), contextlib.__file__, "<frozen"
-    frames = [f for f in extract_tb(traceback) if not f.filename.startswith(ours)]
+    frames = [f for f in stack if not f.filename.startswith(ours)]
     last = frames[-1] if frames else None
     return f"at {last.filename}:{last.lineno}, in {last.name}" if last else "within wfbp"
 

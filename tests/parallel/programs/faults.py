@@ -108,6 +108,16 @@ def while_others_compute(deed: Callable[[], None]) -> None:
         sum(range(1000))
 
 
+def while_others_compute_by_torch(deed: Callable[[], None]) -> None:
+    import torch
+
+    steps(4)
+    deed()
+    deadline = time.monotonic() + FOREVER_S
+    while time.monotonic() < deadline:
+        torch.randn(400, 400) @ torch.randn(400, 400)
+
+
 def while_others_sleep(deed: Callable[[], None]) -> None:
     steps(4)
     deed()
@@ -215,6 +225,7 @@ PLACES = {
     "reduce": while_others_reduce,
     "wrap": while_others_wrap,
     "compute": while_others_compute,
+    "busy-torch": while_others_compute_by_torch,
     "sleep": while_others_sleep,
     "finish": while_others_finish,
     "torch": with_torch,

@@ -8,6 +8,7 @@ places and fetches, and poll for them some times a second.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import deque
@@ -178,6 +179,10 @@ class ProgressLoop:
         self.messages: deque[Message] = deque()
         self.error: WfbpError | None = None
         self.ended: set[int] = set()  # ranks that announced an exit or a failure
+        # Called if another rank has failed and this rank's program has not noticed for a while.
+        self.on_unnoticed: Callable[[], None] = lambda: None
+        self._unnoticed_s: float | None = None  # when to call it; inf: it has been called
+        self._patience_s = config.abort_grace_s / 2
         self.num_waiting = 0  # training threads that wait now
         self.num_waits = 0  # begun so far
         self.num_passes = 0  # of progress()
@@ -327,6 +332,8 @@ class ProgressLoop:
 
     def send_notice(self, notice: dict[str, Any]) -> None:
         """Tell all other ranks something; they read it within :data:`TICK_S`."""
+        if notice["kind"] in ("failed", "bye"):  # this rank's program ends, too
+            self._unnoticed_s = None
         self._backend.send_notice(json.dumps(notice).encode())
 
     def handle_notices(self, kind: str, handler: NoticeHandler) -> None:
@@ -416,6 +423,13 @@ class ProgressLoop:
         passed_s, self._next_tick = now - self._next_tick + TICK_S, now + TICK_S
         if self.closing:
             return
+        if self._unnoticed_s is not None:
+            # Nothing is read any more. MPI would notice the other rank's end, and run the exit
+            # handlers of this process here, while its program still computes.
+            if now > self._unnoticed_s:
+                self._unnoticed_s = math.inf
+                self.on_unnoticed()
+            return
         retiring, self._retiring = self._retiring, []
         for lane, idle in retiring:
             self.retire_lane(lane, idle)
@@ -445,6 +459,8 @@ class ProgressLoop:
                 self.ended.add(sender)
                 if not notice["secondary"]:
                     reason = notice["reason"]
+                    if self.error is None:
+                        self._unnoticed_s = time.monotonic() + self._patience_s
                     self.fail(PeerError(f"{self._where}: rank {sender} failed: {reason}"))
             elif kind == "bye":
                 self.ended.add(sender)
