@@ -55,6 +55,12 @@ def test_an_exception_reaches_ranks_that_wait_elsewhere(place: str, who: int) ->
     )
 
 
+def test_the_status_of_sys_exit_is_the_jobs(mpi: str) -> None:
+    found = ended(2, "exit", "step", 1, mpi=mpi)
+    assert found.ranks[0]["kind"] == "PeerError", found.run
+    assert found.run.rc == 3, found.run
+
+
 @pytest.mark.parametrize("place", ["compute", "sleep", "busy-torch"])
 def test_an_exception_ends_ranks_that_never_look(place: str) -> None:
     """With one line of each; not with an error of PyTorch, whose parts MPI has ended already."""

@@ -139,7 +139,7 @@ def shutdown() -> None:
         atexit.unregister(shutdown)
         uncaught.uninstall()
         runtime.record(None)
-        runtime.shutdown()
+        runtime.shutdown(uncaught.exit_status)
         if runtime.config.record and runtime.rank == 0:
             _merge_timelines(runtime)
 

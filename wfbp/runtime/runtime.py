@@ -257,15 +257,16 @@ class Runtime:
         self._within._inner.remove(self)
         self._closed = True
 
-    def shutdown(self) -> None:
-        """Leave with the others and release everything; a rank that needs this one then fails."""
+    def shutdown(self, exit_status: int = 0) -> None:
+        """Leave with the others and release everything; a rank that needs this one then fails, and
+        ends the job with this rank's ``exit_status``."""
         if self._closed:
             return
         self._closed = True
         self._wait_until(
             lambda: bool(self.thread.error) or not self._loop.owes_work, self.config.timeout_s
         )
-        self.thread.post(self._say_bye)
+        self.thread.post(lambda: self._say_bye(exit_status))
         if self.thread.error is None:
             left, num_others = self._loop.watch.left, self.size - 1
             self._wait_until(
@@ -286,9 +287,10 @@ class Runtime:
         patience_s = self.config.abort_grace_s * (2 if secondary else 1)
         self._wait_until(lambda: len(self._loop.ended) >= self.size - 1, patience_s)
         time.sleep(FORWARDING_S)
-        self.thread.post(lambda: self.backend.abort(1))
+        status = self._loop.exit_status or 1
+        self.thread.post(lambda: self.backend.abort(status))
         time.sleep(1.0)
-        self.backend.abort(1)  # the communication thread is stuck; nothing is left to protect
+        self.backend.abort(status)  # the communication thread is stuck; nothing is left to protect
 
     def _tell(self, notice: dict[str, Any]) -> None:
         self.thread.post(lambda: self._loop.send_notice(notice))
@@ -301,7 +303,7 @@ class Runtime:
 
     # On the communication thread.
 
-    def _say_bye(self) -> None:
+    def _say_bye(self, exit_status: int) -> None:
         lanes = [
             (runtime.members.number, number)
             for runtime in (self, *self._inner)
@@ -311,7 +313,7 @@ class Runtime:
         ]
         self._unfinished.update(lanes)
         self._loop.send_notice({"kind": _UNFINISHED, "lanes": lanes})
-        self._loop.send_notice({"kind": "bye"})
+        self._loop.send_notice({"kind": "bye", "status": exit_status})
 
     def _give_back(self) -> None:
         self._loop.closing = True

@@ -10,13 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from traceback import StackSummary, extract_stack, extract_tb
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from wfbp.errors import PeerError, WfbpError
 from wfbp.runtime.runtime import Runtime
 
 _told: BaseException | None = None
 """The error of another rank that was reported while the program still computed."""
+
+exit_status = 0
+"""What the program gave ``sys.exit()``, which no exception hook and no exit handler is told."""
+_python_exit = sys.exit
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], Any]
 _ThreadHook = Callable[[threading.ExceptHookArgs], Any]
@@ -34,15 +38,26 @@ def install(runtime: Runtime) -> None:
         _runtime = runtime
         _previous = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = _report, _report_thread
+        sys.exit = _exit
         runtime.thread.loop.on_unnoticed = lambda: _report_unnoticed(runtime)
 
 
 def uninstall() -> None:
     global _previous, _runtime
     _runtime = None
+    if sys.exit is _exit:
+        sys.exit = _python_exit
     if _previous is not None:
         sys.excepthook, threading.excepthook = _previous
         _previous = None
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """``sys.exit``, which notes the status for the other ranks: they end the job with it."""
+    global exit_status
+    if threading.current_thread() is threading.main_thread():
+        exit_status = status if isinstance(status, int) else int(status is not None)
+    _python_exit(status)
 
 
 def _report(

@@ -219,7 +219,18 @@ def behind_a_decoupled_step(deed: Callable[[], None]) -> None:
             deed()
 
 
-DEEDS = {"fail": fail, "leave": leave, "die": die, "sleep": sleep, "interrupted": interrupted}
+def exit_by_3() -> None:
+    sys.exit(3)
+
+
+DEEDS = {
+    "exit": exit_by_3,
+    "fail": fail,
+    "leave": leave,
+    "die": die,
+    "sleep": sleep,
+    "interrupted": interrupted,
+}
 PLACES = {
     "step": while_others_step,
     "reduce": while_others_reduce,

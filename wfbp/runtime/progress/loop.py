@@ -179,6 +179,7 @@ class ProgressLoop:
         self.messages: deque[Message] = deque()
         self.error: WfbpError | None = None
         self.ended: set[int] = set()  # ranks that announced an exit or a failure
+        self.exit_status = 0  # of a rank that has left by sys.exit()
         # Called if another rank has failed and this rank's program has not noticed for a while.
         self.on_unnoticed: Callable[[], None] = lambda: None
         self._unnoticed_s: float | None = None  # when to call it; inf: it has been called
@@ -464,6 +465,7 @@ class ProgressLoop:
                     self.fail(PeerError(f"{self._where}: rank {sender} failed: {reason}"))
             elif kind == "bye":
                 self.ended.add(sender)
+                self.exit_status = self.exit_status or notice["status"]
                 self.watch.note_left(sender, "has left (its program ended or called shutdown)")
             elif kind in NOTICES:
                 error = self.watch.handle_notice(sender, notice, self._status())
