@@ -150,7 +150,8 @@ std::size_t rest(Face& self, double nap_s, double most_s, const py::sequence& wa
 
 void wfbp::bind_transfers(py::module_& module) {
   py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
-      .def_readonly("done", &Transfer::done);
+      .def_readonly("done", &Transfer::done)
+      .def_readonly("missing", &Transfer::missing);
 
   py::class_<Face>(module, "Transfers")
       .def(py::init([](std::size_t handle_bytes, std::uintptr_t isend, std::uintptr_t irecv,

@@ -91,6 +91,9 @@ class Transfer:
 
     @property
     def done(self) -> bool: ...
+    @property
+    def missing(self) -> int:
+        """Messages of its stage that are under way."""
 
 class Transfers:
     """The transfers of a backend and its duplicates; for one thread at a time.

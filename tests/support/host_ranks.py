@@ -89,4 +89,4 @@ def plain_channel(
     """A channel without a communicator, for tasks that need none."""
     mpi: Any = SimpleNamespace(_handleof=lambda _: 7)
     comm: Any = SimpleNamespace(rank=rank, size=size)
-    return Channel(progress_group, window, mpi, comm)
+    return Channel(progress_group, window, mpi, comm, "")

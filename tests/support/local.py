@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +41,8 @@ class _WorldState:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.error: WfbpError | None = None
+        self.begun: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        self.num_worlds = 0
 
 
 class LocalWorld:
@@ -58,6 +60,8 @@ class LocalWorld:
             raise ValueError(f"a world needs at least 1 rank, not {size}")
         self.size = size
         self.fate = _fate or _WorldState()
+        self.fate.num_worlds += 1
+        self.name = f"world {self.fate.num_worlds}"
         self.open: dict[int, _Rendezvous] = {}
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
         # By sender, receiver and tag.
@@ -301,7 +305,14 @@ class LocalBackend(HostBackend):
     ) -> _LocalWork[Any]:
         meeting = self._world.join(self._started, self.rank, signature, value, finish)
         self._started += 1
-        return _LocalWork(self._world, meeting, self.rank, nbytes)
+        begun = self._world.fate.begun[self.rank]
+        begun[self._world.name] = self._started
+        work: _LocalWork[Any] = _LocalWork(self._world, meeting, self.rank, nbytes)
+        work.place = self._world.name, self._started
+        return work
+
+    def begun(self) -> dict[str, int]:
+        return self._world.fate.begun[self.rank]
 
     def _meet(self, signature: tuple[object, ...], finish: Finish) -> Any:
         """Wait for all ranks; what ``finish`` makes for this one."""

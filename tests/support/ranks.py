@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from tests.support.local import LocalWorld
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Operation
+from wfbp.runtime.progress import loop
 from wfbp.runtime.runtime import Runtime
 
 QUICK = Config(
@@ -63,11 +65,12 @@ def run_ranks(
             runtime.shutdown()
 
     threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    for rank, thread in enumerate(threads):
-        thread.join(join_s)
-        assert not thread.is_alive(), f"rank {rank} hangs"
+    with patch.object(loop, "num_program_threads", lambda: 1):  # of each rank
+        for thread in threads:
+            thread.start()
+        for rank, thread in enumerate(threads):
+            thread.join(join_s)
+            assert not thread.is_alive(), f"rank {rank} hangs"
     return results
 
 

@@ -28,11 +28,18 @@ class Work(ABC, Generic[T]):
     nbytes: int = 0
     mismatch: bool = False
     """Whether another rank is in a different operation, if ranks compare them (``Exchange``)."""
+    place: tuple[str, int] | None = None
+    """The name of its backend and its number there, equal on all ranks; None if unknown."""
 
     @property
     def activity(self) -> int:
         """The activity of its backend."""
         return 0
+
+    @property
+    def moved_s(self) -> float:
+        """When a part of it was last seen to be complete (``time.monotonic``); 0 if unknown."""
+        return 0.0
 
     @abstractmethod
     def test(self) -> bool:
@@ -168,6 +175,10 @@ class Mailbox(ABC):
 
 class HostBackend(Backend):
     """A backend for host memory; adds what named operations and the runtime need."""
+
+    def begun(self) -> dict[str, int]:
+        """Numbers of collectives begun here and on duplicates, by their names in ``Work.place``."""
+        return {}
 
     def may_progress(self) -> bool:
         """Whether a test could make progress, here or on a duplicate; True if unknown. Cheap and

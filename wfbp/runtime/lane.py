@@ -19,7 +19,8 @@ from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import GroupBuffer
 from wfbp.runtime.progress.channel import ControlChannel
-from wfbp.runtime.progress.loop import Reply
+from wfbp.runtime.progress.loop import Reply, needs_of
+from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.step import (
     BufferView,
     Close,
@@ -237,6 +238,8 @@ class Lane:
     def has_room(self) -> bool:
         return len(self._in_flight) < WINDOW
 
+    is_idle = False
+
     @property
     def owes_work(self) -> bool:
         # In this order: shutdown() asks from its thread while the lane may take an event.
@@ -248,7 +251,18 @@ class Lane:
 
     @property
     def waiting_since(self) -> float | None:
-        return self._in_flight[0].since if self._in_flight else self._memory.waiting_since
+        if not self._in_flight:
+            return self._memory.waiting_since
+        return max(self._in_flight[0].since, self._in_flight[0].work.moved_s)
+
+    def begun(self) -> dict[str, int]:
+        return {}
+
+    def needs(self, members: Members) -> list[Need] | None:
+        found = [needs_of(flight.work, members) for flight in self._in_flight]
+        if self._memory.waiting_since is not None or None in found:
+            return None
+        return [need for needs in found for need in needs or ()]
 
     def describe(self) -> str:
         plan, sequencer = self._described

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -313,7 +314,8 @@ class Runtime:
         ]
         self._unfinished.update(lanes)
         self._loop.send_notice({"kind": _UNFINISHED, "lanes": lanes})
-        self._loop.send_notice({"kind": "bye", "status": exit_status})
+        status = asdict(self._loop.status())
+        self._loop.send_notice({"kind": "bye", "exit_status": exit_status, "status": status})
 
     def _give_back(self) -> None:
         self._loop.closing = True

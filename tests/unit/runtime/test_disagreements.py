@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, StallError
 from wfbp.runtime.consistency import check_consistent
-from wfbp.runtime.progress.stall import ALL_RANKS, RankStatus, StallWatch
+from wfbp.runtime.progress.loop import num_program_threads
+from wfbp.runtime.progress.stall import ALL_RANKS, Need, RankStatus, StallWatch, deadlocked
 from wfbp.runtime.runtime import Runtime
 
 PROMPT = Config(
@@ -35,7 +37,7 @@ def step(runtime: Runtime, trainer: Trainer) -> None:
     trainer.synchronize()
 
 
-HERE = RankStatus("idle", False, 0, 0)
+HERE = RankStatus("idle", False)
 Act = Callable[[Runtime, Trainer], None]
 
 
@@ -132,8 +134,10 @@ def test_ranks_that_do_not_answer_are_named() -> None:
 
 
 def test_ranks_are_in_a_deadlock_if_nothing_changed_between_two_answers() -> None:
-    """Not if they are in the same place, one of them computes, or something has moved."""
-    here, there = RankStatus("SGD", True, 3, 7), RankStatus("in barrier", True, 3, 7)
+    """Not if one of them computes, or what it waits for was begun by all."""
+    ahead, behind = {"a": 4, "b": 0}, {"a": 3, "b": 1}
+    here = RankStatus("SGD", True, 3, ahead, [Need(None, {"a": 4})])
+    there = RankStatus("in barrier", True, 3, behind, [Need(None, {"b": 1})])
 
     def judge(own: RankStatus, first: RankStatus, second: RankStatus) -> Any:
         sent: list[Any] = []
@@ -143,7 +147,7 @@ def test_ranks_are_in_a_deadlock_if_nothing_changed_between_two_answers() -> Non
             assert watch.check([(0.0, own.place, ALL_RANKS)], now, 0.1) is None
             if sent and sent[-1]["kind"] == "where":
                 number = sent[-1]["number"]
-                status = asdict(first if number == 1 else second)
+                status = json.loads(json.dumps(asdict(first if number == 1 else second)))
                 answer = {"kind": "here", "to": 0, "number": number, "status": status}
                 sent.append({"kind": "answered"})
                 error = error or watch.handle_notice(1, answer, own)
@@ -151,10 +155,56 @@ def test_ranks_are_in_a_deadlock_if_nothing_changed_between_two_answers() -> Non
         return error
 
     assert "rank 0: SGD; rank 1: in barrier. Every" in str(judge(here, there, there))
-    assert judge(here, here, here) is None
-    assert judge(here, replace(there, blocked=False), replace(there, blocked=False)) is None
-    assert judge(here, there, replace(there, activity=8)) is None
+    for other in (
+        here,  # both are in one operation, whose bytes may be under way
+        replace(there, begun={"a": 4, "b": 1}),  # here it ends, however long it takes
+        replace(there, blocked=False),
+        replace(there, needs=None),
+    ):
+        assert judge(here, other, other) is None, other
+    assert judge(here, there, replace(there, begun=behind | {"c": 1})) is None
     assert judge(here, there, replace(there, num_waits=4)) is None
+
+
+def test_a_deadlock_of_some_ranks_does_not_need_the_others() -> None:
+    def waits(name: str, ranks: list[int] | None, **begun: int) -> RankStatus:
+        return RankStatus(name, True, 1, begun, [Need(ranks, {name: 1})])
+
+    computes = RankStatus("idle", False)
+    pair = {0: waits("a", [0, 1], a=1), 1: waits("b", [0, 1], b=1)}
+    assert deadlocked(pair | {2: computes}) == {0, 1}
+    assert deadlocked(pair | {2: waits("c", None, c=1)}) == {0, 1, 2}
+    assert deadlocked(pair | {1: waits("b", [1, 2], b=1), 2: computes}) == set()
+    ring = {
+        rank: waits("abc"[rank], [rank, (rank + 1) % 3], **{"abc"[rank]: 1}) for rank in range(3)
+    }
+    assert deadlocked(ring) == {0, 1, 2}
+    # Of two operations under way, one may end.
+    needs = [Need([0, 1], {"a": 1}), Need([0, 2], {"d": 1})]
+    both = replace(pair[0], begun={"a": 1, "d": 1}, needs=needs)
+    assert deadlocked(pair | {0: both, 2: computes}) == set()
+    # A name that rank 1 does not have: it may have had it, and heard the answer before.
+    name = Need(None, {"x": 1, "joined": 1}, {"answers": 2})
+    asks = RankStatus("x", True, 1, {"x": 1, "answers": 2}, [name])
+    other = waits("b", None, b=1, answers=2)
+    assert deadlocked({0: asks, 1: other}) == {0, 1}
+    assert deadlocked({0: asks, 1: replace(other, begun={"b": 1, "answers": 3})}) == set()
+    assert (
+        deadlocked({0: asks, 1: replace(other, begun={"b": 1, "joined": 1, "answers": 2})}) == set()
+    )
+
+
+def test_threads_of_the_program_are_counted_before_they_communicate() -> None:
+    before, over = num_program_threads(), threading.Event()
+    threads = [threading.Thread(target=over.wait, name=n) for n in ("loader", "wfbp-comm")]
+    for thread in threads:
+        thread.start()
+    try:
+        assert num_program_threads() == before + 1
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_nothing_is_judged_where_other_threads_may_go_on() -> None:

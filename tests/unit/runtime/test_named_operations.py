@@ -59,7 +59,7 @@ def test_a_lane_that_is_closed_is_not_served() -> None:
     """Its communicators are gone, and the thread may have more to do in this turn."""
     served: list[object] = []
     loop = SimpleNamespace(
-        add_lane=lambda lane, members: served.append(lane), remove_lane=served.remove
+        add_lane=lambda lane, members: served.append(lane), remove_lane=served.remove, numbers={}
     )
     backend = LocalWorld(1).backend(0)
     runtime: Any = SimpleNamespace(thread=SimpleNamespace(loop=loop), members=ALL_RANKS)

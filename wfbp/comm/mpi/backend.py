@@ -27,7 +27,7 @@ from wfbp.comm.arrays import (
     typed,
 )
 from wfbp.comm.backend import Finished, HostBackend, Mailbox, Work
-from wfbp.comm.mpi.exchange import Exchange
+from wfbp.comm.mpi.exchange import Exchange, begin_messages
 from wfbp.comm.mpi.library import BytesTask, load_transfers
 from wfbp.comm.mpi.messages import PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
@@ -69,6 +69,7 @@ class MpiBackend(HostBackend):
         check_launcher: bool = True,
         _original: MpiBackend | None = None,
         _alone: bool = False,  # only some ranks make it, in any order
+        _name: str = "",
     ) -> None:
         self._mpi = mpi = load(start_timeout_s)
         chosen = communicator(mpi, comm) if isinstance(comm, Sequence) else comm
@@ -103,7 +104,7 @@ class MpiBackend(HostBackend):
             ProgressGroup(load_transfers(mpi), self._who) if _original is None else _original._group
         )
         chunking = self._topology.chunking
-        self._channel = Channel(self._group, chunking, mpi, self._comm)
+        self._channel = Channel(self._group, chunking, mpi, self._comm, _name)
         self._levels = TwoLevel.of(self._memory, self._channel, self._topology)
         self._may_rest = self.progresses_alone or self.on_two_levels  # elsewhere naps are too long
 
@@ -118,6 +119,9 @@ class MpiBackend(HostBackend):
     @property
     def on_two_levels(self) -> bool:
         return self._levels is not None and self._levels.between_hosts
+
+    def begun(self) -> dict[str, int]:
+        return self._group.begun
 
     def may_progress(self) -> bool:
         return self._group.may_progress()
@@ -204,39 +208,33 @@ class MpiBackend(HostBackend):
         if self.size == 1:
             back[0][:] = out[0]
             return Finished(None)
-        byte = self._mpi.BYTE
-        # No rank knows the sizes of others: every rank takes part, also with nothing to send.
-        send, receive = (
-            [outgoing, (list(sent), None), byte],
-            [incoming, (list(received), None), byte],
-        )
-        begin = partial(self._comm.Ialltoallv, send, receive)
-        task = self._library_task(outgoing.nbytes, begin)
+        begin = partial(begin_messages, channel=self._channel, outgoing=out, incoming=back)
+        task = TransferTask(outgoing.nbytes, begin)
         return self._channel.submit(outgoing.nbytes, [task])
 
     def duplicate(self) -> MpiBackend:
-        return MpiBackend(self._comm, _original=self)
+        return MpiBackend(self._comm, _original=self, _name=self._next_name())
 
     def subset(self, ranks: Sequence[int]) -> MpiBackend | None:
-        what = f"no communicator could be made of ranks {list(ranks)}"
+        what, name = f"no communicator could be made of ranks {list(ranks)}", self._next_name()
         with translating(self._mpi, self._who, what):
             color = 0 if self.rank in ranks else self._mpi.UNDEFINED
             comm = self._comm.Split(color, self.rank)
         if comm == self._mpi.COMM_NULL:
             return None
-        made = MpiBackend(comm, _original=self)
+        made = MpiBackend(comm, _original=self, _name=name)
         comm.Free()
         return made
 
-    def among(self, ranks: Sequence[int], tag: int) -> Exchange:
-        """Collectives among these ranks, in this order. Blocking, and collective among them alone;
-        the thread that calls need not be the one that uses this backend."""
+    def among(self, ranks: Sequence[int], tag: int, name: str) -> Exchange:
+        """Collectives among these ranks, in this order, by a name that no others have. Blocking,
+        and collective among them alone, on any thread."""
         what = f"no communicator could be made of ranks {list(ranks)}"
         with translating(self._mpi, self._who, what):
             comm = self._comm.Create_group(  # type: ignore[attr-defined]
                 self._comm.group.Incl(list(ranks)), tag
             )
-            made = MpiBackend(comm, _original=self, _alone=True)
+            made = MpiBackend(comm, _original=self, _alone=True, _name=name)
             comm.Free()
             here = self._topology.here
             memory = self._memory if set(ranks) <= set(here) else None
@@ -362,6 +360,11 @@ class MpiBackend(HostBackend):
                 task, channel, ranks, sources, results, dtype, how, gathers
             ),
         )
+
+    def _next_name(self) -> str:
+        """The name of the next backend that all ranks of this one make."""
+        self._channel.num_made += 1
+        return f"{self._channel.name}.{self._channel.num_made}"
 
     def _own(self, parent: MPI.Comm) -> MPI.Comm:
         # A duplicate: neither tags nor collectives can meet those of the program.

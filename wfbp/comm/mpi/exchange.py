@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,8 +37,10 @@ SMALL_BYTES = 64 << 10
 """All-reduces of up to this size are combined by every rank as a whole."""
 
 _ENTRY_BYTES = 16
-_FIRST_TAG = 2 * NUM_TAGS
-"""MPI's tag of the header of a message with tag 0; collectives use smaller ones."""
+PIECE_BYTES = 64 << 20
+"""Longer messages travel in pieces: MPI's functions count bytes by an int."""
+_HEADER_TAG = 2 * NUM_TAGS
+"""MPI's tag of the headers of messages. Their data have larger tags, collectives smaller ones."""
 
 Blocks = Sequence[Buffer | None]
 """One block of bytes per rank, or nothing."""
@@ -237,7 +239,7 @@ class _ReduceTask(_StagedTask):
         return self._view(rank, start, stop - start)
 
 
-def _begin_messages(
+def begin_messages(
     _: Task, channel: Channel, outgoing: Blocks, incoming: Blocks
 ) -> native.Transfer:
     """Send blocks from every rank to every rank."""
@@ -249,8 +251,16 @@ def _begin_messages(
         for peer in channel.peers:
             block = blocks[peer]
             if block is not None and block.nbytes:
-                messages.append((block, peer, arrives))
+                messages += [(piece, peer, arrives) for piece in split_message(block)]
     return channel.group.transfers.begin(channel.handle, channel.next_tag(), messages)
+
+
+def split_message(data: Buffer) -> list[Buffer]:
+    """The pieces in which a message travels, at least one."""
+    data = data.view(np.uint8)
+    return [
+        data[start : start + PIECE_BYTES] for start in range(0, max(data.nbytes, 1), PIECE_BYTES)
+    ]
 
 
 class Exchange:
@@ -273,6 +283,7 @@ class Exchange:
         self.rank, self.size = backend.rank, backend.size
         self.undelivered = 0
         """Messages sent less those received; 0 in sum over all ranks if none is under way."""
+        self._status = channel.mpi.Status()
         self._chunk_bytes = chunk_bytes
         self._flags: SharedFlags | None = None
         if self.size > 1:
@@ -326,7 +337,7 @@ class Exchange:
             else:
                 nbytes = sum(block.nbytes for block in (*sent, *received) if block is not None)
                 begin = partial(
-                    _begin_messages, channel=self.channel, outgoing=sent, incoming=received
+                    begin_messages, channel=self.channel, outgoing=sent, incoming=received
                 )
                 tasks.append(TransferTask(nbytes, begin))
         if flags is not None or reduction is None or result is None:
@@ -350,39 +361,47 @@ class Exchange:
             ]
         )
 
-    # Messages between two ranks: a header, and the data with the next tag.
+    # Messages between two ranks: a header, and the data in pieces with a tag of its own.
 
     @property
     def largest_tag(self) -> int:
         """The largest tag of messages; the smallest is 0."""
-        return ((self.channel.comm.Get_attr(self.channel.mpi.TAG_UB) or 0) - _FIRST_TAG) // 2 - 1
+        return (self.channel.comm.Get_attr(self.channel.mpi.TAG_UB) or 0) - _HEADER_TAG - 1
 
     def send(self, header: bytes, data: Buffer, peer: int, tag: int) -> list[MPI.Request]:
         """Send a message; its memory must outlive the requests."""
-        channel, first = self.channel, _FIRST_TAG + 2 * tag
+        channel = self.channel
         self.undelivered += 1
+        head = b"%d %b" % (tag, header)
         return [
-            channel.comm.Isend([part, channel.mpi.BYTE], peer, first + number)
-            for number, part in enumerate((header, data))
+            channel.comm.Isend([head, channel.mpi.BYTE], peer, _HEADER_TAG),
+            *self._data(channel.comm.Isend, data, peer, tag),
         ]
 
-    def probe(self, source: int | None, tag: int) -> tuple[int, bytes] | None:
-        """The source and header of the next message (None: from any rank), once it is here."""
-        mpi = self.channel.mpi
-        status = mpi.Status()
-        wanted = mpi.ANY_SOURCE if source is None else source
-        arrived = self.channel.comm.Improbe(wanted, _FIRST_TAG + 2 * tag, status)
+    def next_header(self) -> tuple[int, int, bytes] | None:
+        """Source, tag and header of the next message that has arrived, of any tag."""
+        # One question to MPI, however many messages are expected.
+        mpi, status = self.channel.mpi, self._status
+        arrived = self.channel.comm.Improbe(mpi.ANY_SOURCE, _HEADER_TAG, status)
         if arrived is None:
             return None
-        self.undelivered -= 1
-        header = bytearray(status.Get_count(mpi.BYTE))
-        arrived.Recv([header, mpi.BYTE])
-        return status.Get_source(), bytes(header)
+        source, head = status.Get_source(), bytearray(status.Get_count(mpi.BYTE))
+        arrived.Recv([head, mpi.BYTE])
+        tag, _, header = bytes(head).partition(b" ")
+        return source, int(tag), header
 
-    def receive(self, data: Buffer, source: int, tag: int) -> MPI.Request:
-        """Receive the data whose header :meth:`probe` has returned."""
-        channel = self.channel
-        return channel.comm.Irecv([data, channel.mpi.BYTE], source, _FIRST_TAG + 2 * tag + 1)
+    def receive(self, data: Buffer, source: int, tag: int) -> list[MPI.Request]:
+        """Receive the data of the source's oldest message with this tag that was not received."""
+        self.undelivered -= 1
+        return self._data(self.channel.comm.Irecv, data, source, tag)
+
+    def test(self, requests: list[MPI.Request]) -> bool:
+        """Whether any of these has ended now; they are empty then."""
+        return bool(requests and self.channel.mpi.Request.Testsome(requests))
+
+    def _data(self, begin: Any, data: Buffer, peer: int, tag: int) -> list[MPI.Request]:
+        byte, first = self.channel.mpi.BYTE, _HEADER_TAG + 1
+        return [begin([piece, byte], peer, first + tag) for piece in split_message(data)]
 
     def _submit(
         self, tasks: Sequence[Task], finish: Callable[[], None] | None = None

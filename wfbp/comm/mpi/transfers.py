@@ -15,6 +15,7 @@ thread at a time may use.
 from __future__ import annotations
 
 import ctypes
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -103,6 +104,7 @@ class ProgressGroup:
     def __init__(self, transfers: native.Transfers, who: str) -> None:
         self.transfers = transfers
         self.channels: list[Channel] = []
+        self.begun: dict[str, int] = {}  # collectives, by channel, also of those that were left
         self.moves = 0
         self.num_polled = 0
         self.failure: BackendError | None = None
@@ -177,23 +179,35 @@ class ProgressGroup:
 class MpiWork(Work[T]):
     """A collective made of tasks."""
 
-    group: ProgressGroup
+    channel: Channel
     remaining: int
     finish: Callable[[], T] | None
     """Makes the result, once the last task is complete."""
     nbytes: int
+    place: tuple[str, int] | None = None
     value: T | None = None
+    _left: tuple[int, int] = (0, 0)  # tasks, and messages of those under way, when last looked at
+    _moved_s: float = 0.0
 
     def test(self) -> bool:
         if self.remaining:
-            self.group.advance()
-            if self.remaining and self.group.failure is not None:
-                raise self.group.failure
+            group = self.channel.group
+            group.advance()
+            if self.remaining and group.failure is not None:
+                raise group.failure
         return not self.remaining
 
     @property
     def activity(self) -> int:
-        return self.group.moves
+        return self.channel.group.moves
+
+    @property
+    def moved_s(self) -> float:
+        transfers = [task.transfer for task in self.channel.active if task.work is self]
+        left = self.remaining, sum(transfer.missing for transfer in transfers if transfer)
+        if left != self._left:
+            self._left, self._moved_s = left, time.monotonic()
+        return self._moved_s
 
     @property
     def result(self) -> T:
@@ -201,12 +215,15 @@ class MpiWork(Work[T]):
 
 
 class Channel:
-    """The tasks of one communicator, started in order, a window of bytes and tasks at once."""
+    """The tasks of one communicator, started in order, a window of bytes and tasks at once. Its
+    ``name`` is the same on all ranks, and no other channel's."""
 
     def __init__(
-        self, group: ProgressGroup, window: Chunking, mpi: ModuleType, comm: MPI.Comm
+        self, group: ProgressGroup, window: Chunking, mpi: ModuleType, comm: MPI.Comm, name: str
     ) -> None:
-        self.group = group
+        self.group, self.name = group, name
+        self.num_made = 0  # of communicators from this one
+        group.begun[name] = 0
         self.mpi, self.comm = mpi, comm
         self.handle: int = mpi._handleof(comm)
         self.rank, self.size = comm.rank, comm.size
@@ -230,7 +247,10 @@ class Channel:
         self, nbytes: int, tasks: Sequence[Task], finish: Callable[[], Any] | None = None
     ) -> MpiWork[Any]:
         """Queue the tasks of a collective and start those that fit into the window."""
-        work: MpiWork[Any] = MpiWork(self.group, len(tasks), finish, nbytes)
+        begun = self.group.begun
+        begun[self.name] += 1
+        place = self.name, begun[self.name]
+        work: MpiWork[Any] = MpiWork(self, len(tasks), finish, nbytes, place)
         if self.group.failure is None:
             for task in tasks:
                 task.work = work

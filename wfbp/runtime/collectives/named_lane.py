@@ -18,7 +18,8 @@ from wfbp.core.types import real_dtype
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, equal_rows, reducible, scale
 from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
-from wfbp.runtime.progress.loop import LaneProtocol, Reply
+from wfbp.runtime.progress.loop import LaneProtocol, Reply, needs_of
+from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.runtime import Runtime
 
 T = TypeVar("T")
@@ -28,6 +29,9 @@ _FUSED_BYTES = 1 << 20
 
 _MAX_TESTED = 8
 """Number of operations under way that one pass tests; the oldest end first."""
+
+_MAX_TOLD = 100
+"""Names that ranks tell each other in a stall; more are not judged."""
 
 JOIN = ""
 """Name of the one join that may be pending; no other operation has it."""
@@ -77,6 +81,8 @@ class NamedLane(LaneProtocol):
         self._outbox: list[Request] = []
         self._running: deque[tuple[Work[None], Callable[[], None]]] = deque()
         self._moved_s = 0.0
+        self._name = f"names {runtime.members.number}"
+        self._loop.numbers[self._name] = 0  # of operations that were decided
 
     def submit(self, operation: NamedOperation[Any]) -> None:
         """Begin an operation; its name is not pending."""
@@ -124,9 +130,23 @@ class NamedLane(LaneProtocol):
 
     @property
     def waiting_since(self) -> float | None:
-        if not self._pending:
+        moved_s = max(self._moved_s, self._running[0][0].moved_s if self._running else 0.0)
+        return max(next(iter(self._pending.values())).since, moved_s) if self._pending else None
+
+    def begun(self) -> dict[str, int]:
+        return {f"{self._name}: {name}": 1 for name in self._pending}
+
+    def needs(self, members: Members) -> list[Need] | None:
+        found = [needs_of(work, members) for work, _ in self._running]
+        if None in found or len(self._pending) > _MAX_TOLD:
             return None
-        return max(next(iter(self._pending.values())).since, self._moved_s)
+        # What is pending is not decided. A rank that has joined has begun everything.
+        heard = {self._name: self._loop.numbers[self._name]}
+        joined = f"{self._name}: {JOIN}"
+        return [need for needs in found for need in needs or ()] + [
+            Need(members.ranks, {f"{self._name}: {name}": 1, joined: 1}, heard)
+            for name in self._pending
+        ]
 
     def describe(self) -> str:
         labels = [operation.request.label for operation in self._pending.values()]
@@ -167,6 +187,7 @@ class NamedLane(LaneProtocol):
                 for rank in range(1, self.backend.size):
                     self._mailbox.send(rank, payload)
         for responses in decided:
+            self._loop.numbers[self._name] += len(responses)
             # Fused only within one message, because ranks read messages at different times.
             for together in _fusible(responses):
                 self._start(together)

@@ -20,7 +20,7 @@ from wfbp.comm.backend import Backend, HostBackend, Work
 from wfbp.core.ranks import name_ranks
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.progress.loop import LaneProtocol, ProgressLoop, Reply
-from wfbp.runtime.progress.stall import ALL_RANKS, Members
+from wfbp.runtime.progress.stall import ALL_RANKS, Members, Need
 
 _PIECE_BYTES = 64 << 20
 _TAGS = 1 << 14
@@ -155,6 +155,9 @@ class Fetches(LaneProtocol):
     def waiting_since(self) -> float | None:
         """When a message last arrived for the oldest request of this rank."""
         return min((fetch.since for fetch in self._fetches), default=None)
+
+    def needs(self, members: Members) -> list[Need] | None:
+        return None if self._fetches else []  # answers hold up other ranks only
 
     def describe(self) -> str:
         if not self._fetches:

@@ -9,34 +9,48 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
 
 from wfbp.comm.backend import Backend, HostBackend, Work
-from wfbp.comm.waiting import Waiter
+from wfbp.comm.waiting import MAX_NAP_S, Waiter
 from wfbp.config import Config
 from wfbp.errors import PeerError, WfbpError
 from wfbp.runtime.progress.stall import (
     ALL_RANKS,
     NOTICES,
     Members,
+    Need,
     RankStatus,
     StallWatch,
     Wait,
 )
 
 TICK_S = 0.05
+_IDLE_S = 0.02
+"""Time between looks for messages that nobody waits for."""
 _TESTS_PER_SPIN = 32
 _REST_S = 5e-3
 _YOUNG_S = 1.0
 """Waits are judged, and described, once they are older."""
 
+OWN_THREADS = "wfbp-"
+"""Names of threads that never begin an operation start so."""
+
 Message = Callable[[], None]
 NoticeHandler = Callable[[int, dict[str, Any]], object]
+
+
+def num_program_threads() -> int:
+    """Threads that may begin operations: all that run Python but those of this package."""
+    own = {t.ident for t in threading.enumerate() if t.name.startswith(OWN_THREADS)}
+    return len(sys._current_frames().keys() - own)
 
 
 class AutoResetEvent:
@@ -115,6 +129,10 @@ class PendingCollective:
     since: float = field(default_factory=time.monotonic)
     work: Work[Any] | None = None  # once it is started
 
+    @property
+    def waiting_since(self) -> float:
+        return self.since if self.work is None else max(self.since, self.work.moved_s)
+
 
 class LaneProtocol(Protocol):
     """Moves communication of one kind on; everything is used under the progress lock.
@@ -135,6 +153,11 @@ class LaneProtocol(Protocol):
     @property
     def busy(self) -> bool:
         """Whether a collective is under way."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is busy only with messages that other ranks may send much later."""
+        return False
 
     @property
     def owes_work(self) -> bool:
@@ -158,7 +181,15 @@ class LaneProtocol(Protocol):
 
     @property
     def waiting_since(self) -> float | None:
-        """When the oldest collective under way was started (``time.monotonic``)."""
+        """When the oldest collective under way was started, or last moved (``time.monotonic``)."""
+
+    def begun(self) -> dict[str, int]:
+        """Numbers for :attr:`RankStatus.begun`, beside those of the backend."""
+        return {}
+
+    def needs(self, members: Members) -> list[Need] | None:
+        """Of everything that this rank has under way here; None if unknown."""
+        return None
 
     def describe(self) -> str:
         """The current place, for messages."""
@@ -188,10 +219,10 @@ class ProgressLoop:
         self.num_waits = 0  # begun so far
         self.num_passes = 0  # of progress()
         self.awaited: Reply[Any] = Reply()
-        self.waiting_threads: set[int] = set()  # idents of threads that ever waited
         # Whether a thread waits for communication elsewhere, such as in a framework's own code.
         self.is_awaited: Callable[[], bool] = bool  # which returns False
         self.num_fetches = 0  # of this rank: it is not blocked then; communication threads answer
+        self.numbers: dict[str, int] = {}  # for RankStatus.begun, of lanes that may not be served
         self.closing = False  # nothing is read from the backend in the rest of this pass
         self._backend = backend
         self._where = where
@@ -395,6 +426,8 @@ class ProgressLoop:
             queue.popleft()
             if not queue:
                 del self._queues[first.queue_key]
+            else:  # which waited for its turn until now
+                queue[0].since = time.monotonic()
             if error is None:
                 first.reply.put(result)
             else:
@@ -403,13 +436,18 @@ class ProgressLoop:
 
     def _nap_s(self, urgent: bool) -> float:
         """Seconds until the next look: 0 to spin, a tick if nothing is under way."""
-        busy, longest_s = bool(self._queues), None
+        busy = bool(self._queues)
+        idle, longest_s = not busy and not urgent, None
         for lane in self._lanes:
             if lane.busy:
                 busy, expected_s = True, lane.expected_s
+                idle = idle and lane.is_idle
                 if expected_s is not None and (longest_s is None or expected_s > longest_s):
                     longest_s = expected_s
-        return self._waiter.nap_s(urgent, longest_s) if busy else TICK_S
+        if not busy:
+            return TICK_S
+        nap_s = self._waiter.nap_s(urgent, longest_s)
+        return _IDLE_S if idle and nap_s >= MAX_NAP_S else nap_s
 
     def _end_runtime(self, error: Exception) -> float:
         if not isinstance(error, WfbpError):
@@ -438,16 +476,21 @@ class ProgressLoop:
         if waits is None:
             oldest = now
             for queue in self._queues.values():
-                oldest = min(oldest, queue[0].since)
+                oldest = min(oldest, queue[0].waiting_since)
             for lane in self._lanes:
                 oldest = min(oldest, lane.waiting_since or now)
             if oldest > now - self._young_s and not self.watch.left:
                 self.watch.reported = ""
                 return
-            waits = [(q[0].since, q[0].label, q[0].members) for q in self._queues.values()]
+            waits, watch = [], self.watch
+            for first in [queue[0] for queue in self._queues.values()]:
+                needed = watch.without_done(first.members, needs_of(first.work, first.members))
+                waits.append((first.waiting_since, first.label, needed))
             for lane in self._lanes:
                 if (since := lane.waiting_since) is not None:
-                    waits.append((since, lane.describe(), self._members[lane]))
+                    members = self._members[lane]
+                    needed = watch.without_done(members, lane.needs(members))
+                    waits.append((since, lane.describe(), needed))
         if (error := self.watch.check(waits, now, passed_s)) is not None:
             self.fail(error)
 
@@ -465,10 +508,11 @@ class ProgressLoop:
                     self.fail(PeerError(f"{self._where}: rank {sender} failed: {reason}"))
             elif kind == "bye":
                 self.ended.add(sender)
-                self.exit_status = self.exit_status or notice["status"]
-                self.watch.note_left(sender, "has left (its program ended or called shutdown)")
+                self.exit_status = self.exit_status or notice["exit_status"]
+                how = "has left (its program ended or called shutdown)"
+                self.watch.note_left(sender, how, RankStatus.read(notice["status"]))
             elif kind in NOTICES:
-                error = self.watch.handle_notice(sender, notice, self._status())
+                error = self.watch.handle_notice(sender, notice, self.status())
                 if error is not None:
                     self.fail(error)
             elif handler := self._handlers.get(kind):
@@ -476,8 +520,26 @@ class ProgressLoop:
             else:
                 self._early.setdefault(kind, []).append((sender, notice))
 
-    def _status(self) -> RankStatus:
-        # With several threads, another one might still begin what other ranks wait for.
-        alone = len(self.waiting_threads) == 1 and self.num_waiting == 1
+    def status(self) -> RankStatus:
+        """This rank's place, and what it has begun and not ended."""
+        # Another thread might still begin what other ranks wait for, even its first operation.
+        alone = num_program_threads() == 1 and self.num_waiting == 1
         blocked = alone and not self.awaited.answered and not self.num_fetches
-        return RankStatus(self.describe(), blocked, self.num_waits, self._backend.activity)
+        begun, needs = self._backend.begun() | self.numbers, self._needs()
+        for lane in self._lanes:
+            begun |= lane.begun()
+        return RankStatus(self.describe(), blocked, self.num_waits, begun, needs)
+
+    def _needs(self) -> list[Need] | None:
+        found = [needs_of(q[0].work, q[0].members) for q in self._queues.values()]
+        found += [lane.needs(self._members[lane]) for lane in self._lanes]
+        known = [needs for needs in found if needs is not None]
+        return [*chain.from_iterable(known)] if len(known) == len(found) else None
+
+
+def needs_of(work: Work[Any] | None, members: Members) -> list[Need] | None:
+    """What a work under way needs; None if that is unknown."""
+    if work is None or work.place is None:
+        return None
+    name, number = work.place
+    return [Need(members.ranks, {name: number})]

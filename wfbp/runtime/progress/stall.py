@@ -1,8 +1,8 @@
 """Long waits: reports the places of the other ranks, and ends hopeless waits.
 
-After ``WFBP_STALL_WARNING_S`` a rank asks all others for their places and logs the answers. If all
-ranks are blocked in different places, it asks again; if nothing has moved by then, it reports a
-deadlock to all. Any other wait ends with a :class:`StallError` after ``WFBP_TIMEOUT_S``.
+After ``WFBP_STALL_WARNING_S`` a rank asks all others for their places and logs the answers. If
+these prove a deadlock (:func:`deadlocked`), and are the same when it asks again, it tells all
+ranks. Any other wait ends with a :class:`StallError` ``WFBP_TIMEOUT_S`` after its last progress.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from wfbp.config import Config
@@ -61,13 +61,66 @@ Wait = tuple[float, str, Members]
 
 
 @dataclass(frozen=True, slots=True)
-class RankStatus:
-    """One rank's place and whether it is blocked."""
+class Need:
+    """An operation under way, which cannot end before all of some ranks have begun it.
 
-    place: str  # equal on ranks that wait for the same
-    blocked: bool  # every thread that could begin a collective waits
-    num_waits: int
-    activity: int  # changes with any progress (``Backend.activity``)
+    Args:
+        ranks: these ranks; None for all.
+        begun: the least numbers of operations that such a rank has begun, by name; one of them
+            suffices.
+        heard: a rank's numbers are comparable only if it has these.
+    """
+
+    ranks: Sequence[int] | None
+    begun: Mapping[str, int]
+    heard: Mapping[str, int] = field(default_factory=dict)
+
+    def lacks(self, numbers: Mapping[str, int]) -> bool:
+        """Whether a rank with these numbers has not begun it."""
+        comparable = all(numbers.get(name) == number for name, number in self.heard.items())
+        return comparable and all(
+            numbers.get(name, 0) < least for name, least in self.begun.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank's place, whether it is blocked, and what it has begun."""
+
+    place: str
+    blocked: bool  # its only thread waits
+    num_waits: int = 0
+    begun: Mapping[str, int] = field(default_factory=dict)  # numbers that never decrease, by name
+    needs: Sequence[Need] | None = None  # of all operations under way; None if one is unknown
+
+    @classmethod
+    def read(cls, told: dict[str, Any]) -> RankStatus:
+        """A status that has travelled as JSON."""
+        needs = told.pop("needs")
+        return cls(**told, needs=None if needs is None else [Need(**need) for need in needs])
+
+
+def deadlocked(statuses: Mapping[int, RankStatus]) -> set[int]:
+    """The ranks that can never go on, by what ranks have begun at one moment.
+
+    Of everything that such a rank has under way, each operation has to be begun by another such
+    rank, whose only thread waits. Bytes under way change nothing about this.
+    """
+    stuck = {rank for rank, status in statuses.items() if status.blocked and status.needs}
+    while True:
+        free = {
+            rank
+            for rank in stuck
+            for need in statuses[rank].needs or ()
+            if not any(
+                need.lacks(statuses[other].begun)
+                for other in stuck
+                if need.ranks is None or other in need.ranks
+            )
+        }
+        if not free:
+            return stuck
+        stuck -= free
 
 
 class StallWatch:
@@ -89,6 +142,7 @@ class StallWatch:
         self._send = send
         self._activity = activity
         self.left: dict[int, str] = {}  # ranks that left, and how; others may still be busy
+        self._last: dict[int, RankStatus] = {}  # of those
         self.other_threads = False  # if they may begin collectives, never blocked
         self._now = 0.0
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # from when to when
@@ -99,15 +153,29 @@ class StallWatch:
         # The last question to the other ranks, their answers, and those to the question before.
         self._question = 0
         self._answers: dict[int, RankStatus] = {}
-        self._suspicion: list[RankStatus] = []
+        self._suspicion: dict[int, RankStatus] = {}
         self._own_place = ""
         self._report_at_s = math.inf  # when to report even if some ranks have not answered
         self._second_look = 0.0
 
-    def note_left(self, rank: int, how: str) -> None:
+    def note_left(self, rank: int, how: str, last: RankStatus | None = None) -> None:
         """A rank takes part in nothing any more."""
         self._quiet_s = 0.0
         self.left[rank] = how
+        if last is not None:
+            self._last[rank] = last
+
+    def without_done(self, members: Members, needs: Sequence[Need] | None) -> Members:
+        """The members but those that left after they had done their part of all these."""
+        done = {
+            rank
+            for rank, last in self._last.items()
+            if needs and last.needs == [] and not any(need.lacks(last.begun) for need in needs)
+        }
+        if not done:
+            return members
+        ranks = members.among(range(self._size))
+        return Members(members.number, tuple(rank for rank in ranks if rank not in done))
 
     def check(self, waits: Sequence[Wait], now: float, passed_s: float) -> WfbpError | None:
         """Judge all waits at ``now`` (``time.monotonic``), ``passed_s`` after the loop's last look.
@@ -136,7 +204,7 @@ class StallWatch:
         waited_s = self._waited_s(since)
         if what != self.reported:
             self.reported, self._warn_at_s = what, 0.0
-            self._suspicion = []
+            self._suspicion = {}
         if waited_s > self._config.timeout_s:
             answers = f" {self.answers}" if self.answers else ""
             return StallError(
@@ -148,7 +216,7 @@ class StallWatch:
             # Warn again at twice the time: another rank may have begun its wait only now.
             self._warn_at_s = 2 * waited_s
             log.warning("%s has waited %.0f s: %s", self._where, waited_s, what)
-            self._suspicion = []
+            self._suspicion = {}
             self._ask()
             self._report_at_s = now + _ANSWER_S
         elif now > self._report_at_s:
@@ -171,7 +239,7 @@ class StallWatch:
         elif notice["kind"] == "deadlock":
             return DisagreementError(f"{self._where}: {notice['text']}")
         elif notice["to"] == self._rank and notice["number"] == self._question:
-            status = RankStatus(**notice["status"])
+            status = RankStatus.read(notice["status"])
             self._answers[sender] = status
             if len(self._answers) == self._size - 1:
                 if self._report_at_s < math.inf:
@@ -213,20 +281,20 @@ class StallWatch:
             log.warning("%s: %s", self._where, self.answers)
 
     def _compare(self, own: RankStatus) -> DisagreementError | None:
-        """All have answered: judge whether they wait for each other."""
-        statuses = [self._answers.get(rank, own) for rank in range(self._size)]
-        before, self._suspicion = self._suspicion, []
+        """All have answered: judge whether ranks wait for each other."""
+        statuses = {rank: self._answers.get(rank, own) for rank in range(self._size)}
+        stuck = {rank: statuses[rank] for rank in deadlocked(statuses)}
+        before, self._suspicion = self._suspicion, {}
         if not before:
-            # Ranks in the same place wait for the network, or for a device.
-            if all(s.blocked for s in statuses) and len({s.place for s in statuses}) > 1:
-                self._suspicion = statuses
-                self._second_look = self._now + min(_SECOND_LOOK_S, self._config.stall_warning_s)
+            # Answers are of different moments. If they stay the same, all hold at one in between.
+            self._suspicion = stuck
+            self._second_look = self._now + min(_SECOND_LOOK_S, self._config.stall_warning_s)
             return None
-        if statuses != before:
+        if not stuck or stuck != before:
             return None
         text = (
-            "ranks wait for each other in different places: "
-            f"{_places(dict(enumerate(statuses)))}. Every rank must make the same calls in the "
+            f"ranks wait for each other in different places: {_places(statuses)}. "
+            "Every rank must make the same calls in the "
             "same order: look for one that only some ranks make, such as under `if rank() == 0`, "
             "or with fewer batches"
         )

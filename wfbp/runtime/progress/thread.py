@@ -123,7 +123,6 @@ class CommunicationThread:
         Raises ``TakenError`` if a handler waited for the same result, and has it.
         """
         loop, self._here.used = self.loop, True
-        loop.waiting_threads.add(threading.get_ident())
         loop.awaited = reply
         loop.num_waits += 1
         if reply.answered:

@@ -65,7 +65,8 @@ def _extend(name: str, key: str, own: Callable[..., Any]) -> None:
 def _end_coalescing_after_errors() -> None:
     """After an exception in ``_coalescing_manager`` PyTorch would go on to collect operations, and
     never begin them."""
-    of_torch = distributed_c10d._coalescing_manager
+    name = "_coalescing_manager"
+    of_torch = getattr(distributed_c10d, name)
 
     @functools.wraps(of_torch)
     @contextmanager
@@ -81,7 +82,7 @@ def _end_coalescing_after_errors() -> None:
                 raise
 
     for module in (distributed_c10d, dist):
-        module._coalescing_manager = manager  # type: ignore[attr-defined]
+        setattr(module, name, manager)
 
 
 register()

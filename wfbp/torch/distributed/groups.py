@@ -195,7 +195,7 @@ class Groups:
             if all(found == position for found, _ in states) and sum(n for _, n in states) == 0:
                 return self._idle[ranks].pop(old)
         # Short, since all ranks are here; the communication thread is not held up.
-        return self._backend.among(ranks, zlib.crc32(key.encode()) % _NUM_TAGS)
+        return self._backend.among(ranks, zlib.crc32(key.encode()) % _NUM_TAGS, key)
 
     # Under the progress lock.
 

@@ -12,6 +12,7 @@ first of them that has heard enough composes one text, and the group fails with 
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections import deque
@@ -24,8 +25,8 @@ from wfbp.comm.backend import Backend, Work
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.core.ranks import name_values
 from wfbp.errors import DisagreementError, StallError, WfbpError
-from wfbp.runtime.progress.loop import LaneProtocol
-from wfbp.runtime.progress.stall import Members
+from wfbp.runtime.progress.loop import LaneProtocol, needs_of
+from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.messages import GroupMessage
 from wfbp.torch.distributed.operations import GroupCollective
@@ -35,6 +36,7 @@ NOTICE = "process group"
 
 _ALWAYS_CHECKED, _CHECKED_EVERY = 16, 16
 _HISTORY = 256
+_MOST_TESTED = 64
 _LOOK_S = 0.02
 _ANSWER_S, _TURN_S = 1.0, 0.5
 """How long ranks wait for each other's places, and then for the ranks before them to judge."""
@@ -57,7 +59,12 @@ class GroupLane(LaneProtocol):
         self._texts: dict[int, str] = {}  # of the last collectives
         self._number = self._fingerprint = 0
         self._activity = -1
+        self._moved_s = 0.0  # when a collective last ended
+        # Messages under way; receives that no header has reached, by tag; headers, by source and
+        # tag, that no call expects yet.
         self._messages: list[GroupMessage] = []
+        self._receives: dict[int, list[GroupMessage]] = {}
+        self._headers: dict[int, list[tuple[int, str]]] = {}
         self._look_s = 0.0
         # When collectives differ, or one is overdue: its number, and for how long ("overdue_s", 0
         # if they differ), when ranks began to ask each other about it, and their places.
@@ -72,8 +79,11 @@ class GroupLane(LaneProtocol):
                 operation.complete(self.error)
                 continue
             if isinstance(operation, GroupMessage):
-                operation.begin()
-                self._messages.append(operation)
+                if operation.receives:
+                    self._expect(operation)
+                else:
+                    operation.send()
+                    self._messages.append(operation)
             else:
                 self._number += 1
                 # 31 bits: they travel in a signed word.
@@ -88,13 +98,15 @@ class GroupLane(LaneProtocol):
     def advance(self) -> bool:
         progressed = self._start_queued()
         progressed |= self._advance_collectives()
-        unmatched: list[GroupMessage] = []
-        for message in list(self._messages):
-            if message.advance(unmatched):
-                self._messages.remove(message)
-                progressed = True
-            elif not message.is_matched:
-                unmatched.append(message)
+        while self._receives and (found := self._exchange.next_header()) is not None:
+            self._match(*found)
+            progressed = True
+        # Some in turn, so that the time of a look does not grow with their number.
+        tested, others = self._messages[:_MOST_TESTED], self._messages[_MOST_TESTED:]
+        if self._exchange.test([each for message in tested for each in message.requests]):
+            tested = [message for message in tested if not message.advance()]
+            progressed = True
+        self._messages = others + tested
         now = time.monotonic()
         if now > self._look_s:
             self._look_s = now + _LOOK_S
@@ -105,7 +117,11 @@ class GroupLane(LaneProtocol):
 
     @property
     def polls(self) -> bool:
-        return bool(self._messages or self._inquiry)
+        return bool(self._messages or self._receives or self._inquiry)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._in_flight or self._queue or self._messages or self._inquiry)
 
     @property
     def busy(self) -> bool:
@@ -119,20 +135,39 @@ class GroupLane(LaneProtocol):
             return None
         # The group has its own limit: the runtime's must not end the job before.
         youngest = time.monotonic() - 0.9 * self._runtime.config.timeout_s
-        return max(pending[0].since, youngest)
+        return max(pending[0].since, self._last_move_s(), youngest)
+
+    def _last_move_s(self) -> float:
+        return max([self._moved_s, *(work.moved_s for _, work in self._in_flight)])
+
+    def needs(self, members: Members) -> list[Need] | None:
+        works: list[Work[Any]] = [work for _, work in self._in_flight]
+        if self._check is not None:
+            works.append(self._check)
+        found = [needs_of(work, members) for work in works]
+        # A program may handle the end of a wait that it has limited, and go on.
+        limit_s = self._runtime.config.timeout_s
+        is_limited = any(
+            operation.timeout_s < limit_s or operation.deadline_s < math.inf
+            for operation in self._pending()
+        )
+        if self.polls or is_limited or None in found or (self._queue and self._check is None):
+            return None
+        return [need for needs in found for need in needs or ()]
 
     def describe(self) -> str:
         pending = self._pending()
         if pending:
             return f"{pending[0].text}, operation {pending[0].number} of {self._name}"
-        return ", ".join(message.text for message in self._messages[:3])
+        return ", ".join(message.text for message in self._all_messages()[:3])
 
     def fail(self, error: WfbpError) -> None:
         """End every operation, now and later, with this error."""
         if self.error is not None:
             return
         self.error = error
-        collectives, messages = self._pending(), self._messages
+        collectives, messages = self._pending(), self._all_messages()
+        self._receives.clear()
         self._in_flight, self._messages, self._check, self._inquiry = [], [], None, None
         self._queue.clear()
         self._exchange.channel.abandon()
@@ -144,6 +179,37 @@ class GroupLane(LaneProtocol):
     def _pending(self) -> list[GroupCollective]:
         """Collectives, the oldest first."""
         return [*(operation for operation, _ in self._in_flight), *self._queue]
+
+    def _all_messages(self) -> list[GroupMessage]:
+        """Messages, as far as they are under way, and receives."""
+        return [*self._messages, *(each for tag in self._receives.values() for each in tag)]
+
+    def _expect(self, receive: GroupMessage) -> None:
+        """Take the next message for a call: one that has arrived, or else a later one."""
+        headers = self._headers.get(receive.tag, [])
+        for index, (source, header) in enumerate(headers):
+            if receive.peer in (None, source):
+                del headers[index]
+                receive.receive(source, header)
+                self._messages.append(receive)
+                return
+        self._receives.setdefault(receive.tag, []).append(receive)
+
+    def _match(self, source: int, tag: int, header: bytes) -> None:
+        """A header has arrived: it is for the first call that may receive it."""
+        receives = self._receives.get(tag, [])
+        for index, receive in enumerate(receives):
+            if receive.peer in (None, source):
+                self._drop_receive(tag, index).receive(source, header.decode())
+                self._messages.append(receive)
+                return
+        self._headers.setdefault(tag, []).append((source, header.decode()))
+
+    def _drop_receive(self, tag: int, index: int) -> GroupMessage:
+        receive = self._receives[tag].pop(index)
+        if not self._receives[tag]:
+            del self._receives[tag]
+        return receive
 
     def _start_queued(self) -> bool:
         progressed = False
@@ -183,6 +249,7 @@ class GroupLane(LaneProtocol):
         for operation, work in list(self._in_flight):
             if work.test():
                 self._in_flight.remove((operation, work))
+                self._moved_s = time.monotonic()
                 operation.complete()
                 progressed = True
             elif work.mismatch:
@@ -195,9 +262,18 @@ class GroupLane(LaneProtocol):
     # When collectives differ, or one is overdue.
 
     def _look(self, now: float) -> None:
+        for message in self._all_messages():
+            if (error := message.lateness(now)) is not None:
+                self._messages = [other for other in self._messages if other is not message]
+                receives = self._receives.get(message.tag, [])
+                if message in receives:
+                    self._drop_receive(message.tag, receives.index(message))
+                message.abandon(error)
         if self._inquiry is None:
+            moved_s = self._last_move_s()
             for operation in self._pending():
-                if now > operation.deadline_s:
+                limit_s = max(operation.since, moved_s) + operation.timeout_s
+                if now > min(operation.deadline_s, limit_s):
                     self._inquire(operation.number, now - operation.since)
                     return
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,10 @@ class GroupWork(TorchWork):
         self.text = "coalesced operations"
         self.results: Sequence[Tensor] = ()
         self.since = time.monotonic()
-        self.deadline_s = self.since + timeout_s
+        self.timeout_s = timeout_s
+        self.awaited_since: float | None = None
+        self.deadline_s = math.inf
+        """As :meth:`wait` was told; ``timeout_s`` counts from the last progress."""
         self.source_number = -1
         self.tensors: list[Tensor] = []
         self.deliveries: list[Callable[[], object]] = []
@@ -116,8 +120,8 @@ class GroupWork(TorchWork):
     # For programs, and PyTorch.
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is not None and timeout > timedelta(0):
-            self._end_by(time.monotonic() + timeout.total_seconds())
+        limit_s = timeout.total_seconds() if timeout else 0.0
+        self._note_wait(time.monotonic(), limit_s if limit_s > 0 else math.inf)
         reply: Reply[None] = Reply()
         with self._lock:
             must_wait = not self._is_completed
@@ -129,10 +133,11 @@ class GroupWork(TorchWork):
             raise self._error
         return True
 
-    def _end_by(self, limit_s: float) -> None:
-        self.deadline_s = min(self.deadline_s, limit_s)
+    def _note_wait(self, now: float, limit_s: float) -> None:
+        self.awaited_since = self.awaited_since or now
+        self.deadline_s = min(self.deadline_s, now + limit_s)
         for part in self._parts:
-            part._end_by(limit_s)
+            part._note_wait(now, limit_s)
 
     def synchronize(self) -> None:
         self.wait()

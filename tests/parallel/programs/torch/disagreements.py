@@ -5,15 +5,23 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import wfbp
 import wfbp.torch
+import wfbp.torch.distributed
 from tests.parallel.programs.harness import Checks, raises
+from wfbp.comm.mpi.transfers import MpiWork
 from wfbp.errors import DisagreementError, WfbpError
 
 check = Checks()
@@ -421,3 +429,52 @@ def a_deadlock_beside_jax_is_told() -> None:
     assert "wfbp.jax" in sys.modules, "which has looked for JAX's arrays"
     text = stepping(lambda _: wfbp.barrier(), lambda o: o.zero_grad(), DisagreementError, 100, 0.3)
     assert "ranks wait for each other in different places: " in text, text
+
+
+@contextmanager
+def slow_data() -> Iterator[None]:
+    """Within it, collectives of the last rank take longer than others wait before they ask."""
+    test, end_s = MpiWork.test, time.monotonic() + 1.5
+
+    def late(work: Any) -> bool:
+        return test(work) and (not odd() or time.monotonic() > end_s)
+
+    MpiWork.test = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MpiWork.test = test  # type: ignore[method-assign]
+
+
+@check
+def waits_in_different_places_prove_nothing() -> None:
+    """Bytes under way, and a thread that has yet to begin what others wait for."""
+    fresh(wfbp.Config(stall_warning_s=0.3, timeout_s=60.0))
+    with slow_data():
+        assert wfbp.broadcast(np.ones(3), 0).tolist() == [1.0] * 3
+        wfbp.barrier()
+    dist.init_process_group("wfbp", timeout=timedelta(seconds=60))
+    try:
+        rank, size = wfbp.rank(), wfbp.size()
+        rows = [rank + r for r in range(size)]  # the ranks' texts differ
+        with slow_data():
+            dist.all_to_all_single(torch.empty(sum(rows)), torch.ones(sum(rows)), rows, rows)
+            dist.barrier()
+
+        def produce() -> None:
+            time.sleep(1.5)
+            dist.send(torch.ones(1), 0)
+
+        received = torch.zeros(1)
+        thread = threading.Thread(target=produce)
+        if odd():
+            thread.start()
+        elif rank == 0:
+            dist.recv(received, size - 1)
+            assert received.item() == 1
+        dist.barrier()
+        if odd():
+            thread.join()
+    finally:
+        dist.destroy_process_group()
+    fresh(wfbp.Config())
