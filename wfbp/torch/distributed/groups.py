@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
+import threading
 import time
 import uuid
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import _env_rendezvous_handler
@@ -19,6 +23,7 @@ from torch.distributed.rendezvous import _env_rendezvous_handler
 from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.comm.mpi.start_notice import contradiction, meets_by_mpi
+from wfbp.core.ranks import name_ranks
 from wfbp.errors import BackendError, StallError, WfbpError
 from wfbp.launcher.hosts import interfaces
 from wfbp.runtime import launched, process
@@ -30,7 +35,7 @@ from wfbp.torch.distributed.work import future_waits
 _NUM_TAGS = 1 << 15
 _LOOK_S = 1e-3
 
-_CONNECT_S = 2.0
+_CONNECT_S, _ACCEPT_S = 2.0, 0.02
 _LOOPBACK = "127.0.0.1"
 
 Found = Iterator[tuple[Store, int, int]]
@@ -49,39 +54,85 @@ def by_environment(url: str, **options: Any) -> Found:
     return over_mpi(url, **options)
 
 
-def over_mpi(_: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> Found:
-    """Serve ``wfbp://``."""
+def over_mpi(url: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> Found:
+    """Serve ``wfbp://``; ranks have MPI's numbers, unless the program gives others."""
     process.start()
     runtime = process.current("init_process_group()")
-    store, place = None, ""
-    if runtime.rank == 0:
-        # A fresh server, which all of this job's later groups share.
-        store = TCPStore(_LOOPBACK, 0, None, True, timeout, wait_for_workers=False)
-        place = json.dumps([store.port, list(interfaces())])
-    port, addresses = json.loads(
-        runtime.channel.exchange(place.encode(), "init_process_group()")[0]
-    )
-    if store is None:
+    asked = {key: value for key, value in parse_qsl(urlsplit(url).query) if value != "-1"}
+    # A fresh server, which all of this job's later groups share.
+    listener = socket.create_server(("", 0), backlog=runtime.size) if runtime.rank == 0 else None
+    own_place = ""
+    if listener is not None:
         on_one_host = runtime.local_size == runtime.size
-        host = _LOOPBACK if on_one_host else _reachable(addresses, port)
-        store = TCPStore(host, port, None, False, timeout)
-    yield store, runtime.rank, runtime.size
+        addresses = [_LOOPBACK] if on_one_host else _addresses()
+        own_place = json.dumps([listener.getsockname()[1], addresses, uuid.uuid4().hex])
+
+    def exchange(text: str) -> list[str]:
+        label = "init_process_group()"
+        return [told.decode() for told in runtime.channel.exchange(text.encode(), label)]
+
+    port, addresses, token = json.loads(exchange(own_place)[0])
+    with _telling(listener, token):
+        reached = exchange(_reachable(addresses, port, token) if runtime.rank else _LOOPBACK)
+    exchange("")  # the listener is the store's from now on
+    if not all(reached):
+        missing = [rank for rank, address in enumerate(reached) if not address]
+        raise BackendError(
+            f"{runtime.where}: rank 0 cannot be reached from {name_ranks(missing)} at port {port} "
+            f"of {', '.join(addresses) or 'any address'}, which torch.distributed needs for its "
+            "store; open the ports between the hosts, or set MASTER_ADDR, MASTER_PORT, RANK and "
+            "WORLD_SIZE"
+        )
+    store = TCPStore(
+        reached[runtime.rank],
+        port,
+        None,
+        listener is not None,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    rank, size = asked.get("rank", runtime.rank), asked.get("world_size", runtime.size)
+    yield store, int(rank), int(size)
     raise BackendError("a rendezvous over MPI happens once; call init_process_group() again")
 
 
-def _reachable(addresses: list[str], port: int) -> str:
-    """The first of rank 0's addresses that accepts connections."""
+def _addresses() -> list[str]:
+    """This host's addresses for other hosts, on which a loopback address is another server's."""
+    return [each for each in interfaces() if not ipaddress.ip_address(each).is_loopback]
+
+
+@contextmanager
+def _telling(listener: socket.socket | None, token: str) -> Iterator[None]:
+    """Tell everyone who connects the token, meanwhile."""
+    if listener is None:
+        yield
+        return
+    listener.settimeout(_ACCEPT_S)
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.is_set():
+            with suppress(OSError), listener.accept()[0] as peer:
+                peer.sendall(token.encode())
+
+    thread = threading.Thread(target=tell, name="wfbp-token", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        listener.setblocking(True)
+
+
+def _reachable(addresses: Sequence[str], port: int, token: str) -> str:
+    """The first of rank 0's addresses where a server knows the token; empty if none does."""
     for address in addresses:
-        try:
-            socket.create_connection((address, port), _CONNECT_S).close()
-        except OSError:
-            continue
-        return address
-    raise BackendError(
-        f"rank 0 cannot be reached at port {port} of {', '.join(addresses) or 'any address'}, "
-        "which torch.distributed needs for its store; open the ports between the hosts, or set "
-        "MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE"
-    )
+        with suppress(OSError), socket.create_connection((address, port), _CONNECT_S) as peer:
+            if peer.makefile("rb").read(len(token)) == token.encode():
+                return address
+    return ""
 
 
 def create(options: Any, _: object = None) -> ProcessGroup:
@@ -143,22 +194,23 @@ class Groups:
     def _number_ranks(self, rank: int, size: int) -> None:
         """Learn which rank of the runtime each rank of PyTorch is; collective."""
         runtime = self.runtime
-        if size != runtime.size:
+        payload = json.dumps([rank, size, uuid.uuid4().hex]).encode()
+        told = runtime.channel.exchange(payload, "init_process_group()")
+        numbers, sizes, prefixes = zip(*map(json.loads, told), strict=True)
+        if {*sizes} != {runtime.size}:  # on every rank: others would wait for this one
+            given = sizes[0] if len({*sizes}) == 1 else list(sizes)
             raise ValueError(
                 f"{runtime.where}: expected a process group of the {runtime.size} ranks of MPI, "
-                f"found {size}. Start the program by mpirun -n {size} python PROGRAM, without "
-                "torchrun; or, for some of the ranks, call wfbp.init(comm=[...]) before"
+                f"found {given}. Start the program by mpirun -n {max(sizes)} python PROGRAM, "
+                "without torchrun; or, for some of the ranks, call wfbp.init(comm=[...]) before"
             )
-        payload = f"{rank} {uuid.uuid4().hex}".encode()
-        told = [item.split() for item in runtime.channel.exchange(payload, "init_process_group()")]
-        numbers = [int(number) for number, _ in told]
         if sorted(numbers) != list(range(size)):
             raise ValueError(
-                f"{runtime.where}: the ranks given to init_process_group are {numbers}; expected "
-                f"each of 0 to {size - 1} once"
+                f"{runtime.where}: the ranks given to init_process_group are {list(numbers)}; "
+                f"expected each of 0 to {size - 1} once"
             )
         self._numbers = [numbers.index(number) for number in range(size)]
-        self._prefix = told[0][1].decode()
+        self._prefix = prefixes[0]
         self._times_numbered += 1
         self._made.clear()
 
