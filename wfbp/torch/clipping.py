@@ -58,6 +58,7 @@ def clip(
     limit: Limit,
     shards: Sequence[torch.Tensor],  # this rank's parts of gradients
     whole: Sequence[torch.Tensor],  # the same on every rank
+    own: Sequence[torch.Tensor] = (),  # of this rank alone, scaled as well
     alone: bool = False,  # whether all are whole, and other ranks do not call this
 ) -> float:
     """Scale gradients so that their norm is at most the limit's, and return the norm before; a
@@ -76,7 +77,7 @@ def clip(
             "Skip this step, or pass error_if_nonfinite=False"
         )
     factor = limit.max_norm / (norm + _TINY)
-    scaled = [*shards, *whole]
+    scaled = [*shards, *whole, *own]
     if not factor >= 1.0 and scaled:  # also if the norm is not a number, as in PyTorch
         torch._foreach_mul_(scaled, factor)
     return norm

@@ -120,6 +120,20 @@ def _warn_of_parameters(reducer: Reducer, marks: Sequence[Sequence[int]], is_log
             return
 
 
+def compare_arguments(reducer: Reducer, arguments: Mapping[str, Any]) -> None:
+    """Raise ``DisagreementError`` on every rank unless all call ``step()`` with equal numbers and
+    texts."""
+    mine = json.dumps({name: _plain(value) for name, value in arguments.items()})
+    payloads = reducer.exchange(mine.encode(), "arguments of step()")
+    for rank, payload in enumerate(payloads):
+        if payload != payloads[0]:
+            raise DisagreementError(
+                f"{reducer.who}: ranks call step() with different arguments: {payloads[0].decode()}"
+                f" on rank 0 and {payload.decode()} on rank {rank}. Pass the same on every rank, "
+                "for example averaged by wfbp.allreduce()"
+            )
+
+
 def _plain(value: Any) -> Any:
     """A value as it can be compared; None for one that cannot."""
     if isinstance(value, bool | str):

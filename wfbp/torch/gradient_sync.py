@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -85,12 +85,12 @@ class GradientGuard:
             if not torch.equal((values + values).view(torch.uint8), sample):
                 self.wants_sample.clear()
 
-    def refuse(self, index: int, how: str) -> None:
+    def refuse(self, index: int, how: str, averaged: bool = False) -> None:
         """Raise ``RuntimeError`` because a gradient was changed."""
         where = f"{self._name}: the gradient of {self._names[index]} was {how} after "
-        if self._is_averaged:
+        if self._is_averaged or averaged:
             raise RuntimeError(
-                f"{where}clip_grad_norm_(), where the schedule leaves averages in shards that "
+                f"{where}clip_grad_norm_(), and a schedule may leave averages in shards that "
                 "p.grad does not show. Call optimizer.synchronize() before clip_grad_norm_(), then "
                 "change gradients; to forget gradients, call optimizer.zero_grad()"
             )
@@ -214,11 +214,13 @@ class OptimizerSync:
         self,
         runtime: Runtime,
         optimizer: torch.optim.Optimizer,  # the program's own
-        step: Callable[[], Any],  # its ordinary step
+        step: Callable[..., Any],  # its ordinary step
         named: Sequence[tuple[str, torch.Tensor]],  # equal on every rank, as ``options``
         options: ReducerOptions,
         *,
         local: list[None],  # not empty while backward passes accumulate without being sent
+        calls: list[str],  # methods of the optimizer that are running; "" for a closure
+        after_backward: Callable[[], None],  # called where such a method has run backward
         sparse_as_dense: bool,
         on_difference: Callable[[DisagreementError], None],  # of hyperparameters between ranks
         previous: OptimizerSync | None,  # of the same optimizer, on every rank
@@ -263,6 +265,8 @@ class OptimizerSync:
         """The part of this optimizer that another one has taken over, if any."""
         self._sparse: dict[int, torch.Tensor] = {}
         self._local = local
+        self._calls = calls
+        self._after_backward = after_backward
         self._unsent: set[int] = set()  # parameters with gradients of such passes
         self._views: list[torch.Tensor | None] = [None] * len(named)
         self._moved: list[dict[int, torch.Tensor]] = [{} for _ in named]
@@ -285,6 +289,10 @@ class OptimizerSync:
         self.update = Update(reducer, optimizer, self._step_whole, params, sharding, name)
         for param in params:
             owners[id(param)] = self
+        self._left: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(params)
+        """Gradients and their versions, as they were when no new ones were there."""
+        # PyTorch's own optimizers have no methods that use gradients beside ``step()``.
+        self._has_methods = not kind.__module__.startswith("torch.optim.")
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(params):
             if param.requires_grad:
@@ -294,8 +302,36 @@ class OptimizerSync:
 
     @property
     def open(self) -> bool:
-        """Whether gradients have appeared that no step has taken."""
+        """Whether backward has made gradients that no step has taken."""
         return self.reducer.open or bool(self._sparse or self._unsent)
+
+    def note_gradients(self, force: bool = False) -> None:
+        """No gradients are new now. (Without ``force`` only noted if methods may ask.)"""
+        if force or self._has_methods:
+            grads = [param.grad for param in self._params]
+            self._left = [g if g is None else (weakref.ref(g), g._version) for g in grads]
+
+    def _changed(self) -> Iterator[torch.Tensor | None]:
+        """Gradients that are not as they were when last noted."""
+        for param, left in zip(self._params, self._left, strict=True):
+            grad = param.grad
+            if grad is None or left is None:
+                is_same = grad is None and left is None
+            else:
+                is_same = left[0]() is grad and left[1] == grad._version
+            if not is_same:
+                yield grad
+
+    def has_new(self) -> bool:
+        """Whether gradients have appeared since they were noted, by backward or as the program has
+        set or changed them."""
+        return self.open or (
+            self._has_methods and any(grad is not None for grad in self._changed())
+        )
+
+    def has_moved_on(self) -> bool:
+        """Whether any gradients have appeared or gone since they were noted."""
+        return self.open or any(True for _ in self._changed())
 
     # Gradients, from backward to the close of the step.
 
@@ -310,7 +346,7 @@ class OptimizerSync:
         this = weakref.ref(self)
         seen, samples = self._guard.seen, self._guard.samples
         wants_sample, take_sample = self._guard.wants_sample, self._guard.take_sample
-        local, unsent = self._local, self._unsent
+        local, unsent, calls = self._local, self._unsent, self._calls
 
         @uncompiled
         def announce(param: torch.Tensor) -> None:
@@ -318,6 +354,8 @@ class OptimizerSync:
             if local and seen[index] is None:
                 unsent.add(index)
                 return
+            if calls and calls[-1]:
+                this()._expect_use(calls[-1])  # type: ignore[union-attr]
             grad: Any = param.grad
             # A sparse gradient is never contiguous.
             if not (grad.is_contiguous() and grad.numel() == count and grad.dtype is dtype):
@@ -332,6 +370,24 @@ class OptimizerSync:
 
         handle = param.register_post_accumulate_grad_hook(announce)  # type: ignore[no-untyped-call]
         self._hooks[index] = handle
+
+    def _expect_use(self, call: str) -> None:
+        """A method of the optimizer runs backward: have its gradients averaged as soon as that
+        pass is over, because the method may use them."""
+        if self._op is not Op.AVERAGE or (call == "step" and self.reducer.may_decouple):
+            why = "op=Sum adds up" if self._op is not Op.AVERAGE else "a step may be taken in parts"
+            raise RuntimeError(
+                f"{self._name}: {call}() runs backward, whose gradients must be averaged before "
+                f"it uses them; this is impossible, because {why}. Call backward() before {call}(),"
+                " in a closure of step(), or use op=Average and no optimizer_sharding"
+            )
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def average_within(self, closing_call: int) -> None:
+        """Average the gradients of a backward pass that a method of the optimizer has run."""
+        if cleared := self._guard.check(self._params):
+            self._guard.refuse(cleared[0], "used, or cleared,")
+        self.synchronize(closing_call)
 
     def _announce(self, index: int, grad: torch.Tensor) -> None:
         """Announce a gradient that cannot be sent as it is."""
@@ -400,6 +456,7 @@ class OptimizerSync:
         self._sparse.clear()
         self._unsent.clear()
         self._guard.clear()
+        self._is_clipped = False
         self._take(reduced)
         if reducer.sparse_anywhere:
             average = self._op is Op.AVERAGE
@@ -454,7 +511,6 @@ class OptimizerSync:
             self.update.pending.wait_all()
         reduced = self._close(whole)
         self.held = None
-        self._is_clipped = False
         for slot in reduced:
             if slot is not None and not slot.whole:
                 self.held = reduced
@@ -470,8 +526,6 @@ class OptimizerSync:
                 self.reducer.closing_call = 0
         else:
             self.check_no_new_gradients()
-            if self._is_clipped:
-                self._check_clipped()
             # A rank in step() would gather parameters.
             self.reducer.exchange(b"", "synchronize() after clip_grad_norm_()")
             whole = self.reducer.gather_gradients(self.held)
@@ -480,20 +534,29 @@ class OptimizerSync:
             self.held = None
         return any(slot is not None for slot in whole) or bool(self.reducer.sparse_anywhere)
 
-    def check_no_new_gradients(self) -> None:
-        """Raise ``RuntimeError`` if gradients have appeared since they were reduced."""
-        if self.open:
+    def check_no_new_gradients(self, assigned: bool = False) -> None:
+        """Raise ``RuntimeError`` if gradients have appeared since they were reduced, by backward or
+        ``assigned`` by the program; or if they have changed after they were clipped."""
+        if self.open or assigned:
             raise RuntimeError(
                 f"{self._name}: gradients have appeared since they were averaged. Every backward() "
                 "must come before synchronize() or clip_grad_norm_(); a program that leaves out a "
                 "step after these must call optimizer.zero_grad(), on every rank, before the next "
                 "backward()"
             )
+        if self._is_clipped:
+            self._check_clipped()
 
-    def step(self) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Let the optimizer step; from here on decoupled parameters travel."""
         if self._is_clipped:
             self._check_clipped()
+        if args or kwargs:
+            if self.held is not None:
+                self.synchronize()
+            self.prepare_whole()
+            self.compare_arguments(args, kwargs)
+            return self._step_whole(*args, **kwargs)
         update, reduced = self.update, self.held
         self.held = None
         try:
@@ -506,42 +569,62 @@ class OptimizerSync:
             elif self.reducer.decoupled:
                 update.pending.wait_for_shared()
 
-    def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
+    def compare_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise unless all ranks pass equal further arguments to ``step()``; a collective if this
+        rank passes any."""
+        arguments = {**{f"argument {k}": value for k, value in enumerate(args, 1)}, **kwargs}
+        for name, value in arguments.items():
+            if callable(value):
+                raise TypeError(
+                    f"{self._name}: step() was given a function as {name}, and would use what it "
+                    "returns on this rank alone. Only a closure, the first argument, is evaluated "
+                    "on all ranks"
+                )
+        if arguments and not self._alone:
+            exchanges.compare_arguments(self.reducer, arguments)
+
+    def clip_grad_norm_(self, limit: Limit, is_reduced_here: bool) -> torch.Tensor:
         """Scale the reduced gradients; see the optimizer's method of that name."""
+        watches = is_reduced_here or self._is_clipped
         if self._is_clipped:
             self._check_clipped()
         if self.held is not None and self._gathers_narrow:
             self.synchronize()  # averages are rounded to 16 bits first, and scaled after that
-        shards, whole = [], []
+        shards, whole, own = [], [], []
         for param, slot in zip(self._params, self.held or [None] * len(self._params), strict=True):
+            grad = param.grad
             if slot is not None and not slot.whole:
                 if len(slot.data):
                     shards.append(tensors.shared(slot.data).view(param.dtype))
-            elif param.grad is not None and (self.held is None or slot is not None):
-                whole.append(param.grad._values() if param.grad.is_sparse else param.grad)
-        norm = clip(self.runtime, self.reducer.exchange, limit, shards, whole, self._alone)
-        if self.held is not None:
-            # The optimizer uses the shards: that the program changes p.grad would be in vain.
+                if grad is not None:
+                    # So that what a program carries over to the next step is scaled, too.
+                    if not tensors.is_writeable(grad):
+                        whole_memory = torch.contiguous_format
+                        param.grad = grad = tensors.resolved(grad).clone(memory_format=whole_memory)
+                    own.append(grad.detach())
+            elif grad is not None and (self.held is None or slot is not None):
+                whole.append(grad._values() if grad.is_sparse else grad.detach())
+        norm = clip(self.runtime, self.reducer.exchange, limit, shards, whole, own, self._alone)
+        if watches:
+            # If the optimizer uses shards, that the program changes p.grad would be in vain.
             self._is_clipped = True
             self._guard.clear()
-            for index, slot in enumerate(self.held):
-                grad = self._params[index].grad
-                if slot is not None and not slot.whole and grad is not None:
-                    self._guard.watch(index, grad, averaged=True)
+            for index, param in enumerate(self._params):
+                if param.grad is not None:
+                    self._guard.watch(index, param.grad, averaged=True)
         wide = functools.reduce(torch.promote_types, {p.dtype.to_real() for p in self._params})
         return torch.tensor(norm, dtype=wide, device=self._params[0].device)
 
     def _check_clipped(self) -> None:
-        """Raise if the program has changed gradients after :meth:`clip_grad_norm_`, in vain."""
-        if self.held is not None:
-            guard = self._guard
-            for index in guard.check(self._params):
-                guard.refuse(index, "removed")
-            for index, slot in enumerate(self.held):
-                shard = slot is not None and not slot.whole
-                if shard and guard.seen[index] is None and self._params[index].grad is not None:
-                    guard.refuse(index, "set")
-            guard.clear()
+        """Raise if the program has changed gradients after :meth:`clip_grad_norm_`, which may be in
+        vain; the same under every schedule."""
+        guard = self._guard
+        for index in guard.check(self._params):
+            guard.refuse(index, "removed")
+        for index, param in enumerate(self._params):
+            if guard.seen[index] is None and param.grad is not None:
+                guard.refuse(index, "set", averaged=True)
+        guard.clear()
         self._is_clipped = False
 
     def prepare_whole(self) -> None:
@@ -623,12 +706,12 @@ class OptimizerSync:
         _remove(self._hooks, self.reducer, self._forward.stop)
 
 
-def _timed(reducer: Reducer, step: Callable[[], Any]) -> Callable[[], Any]:
+def _timed(reducer: Reducer, step: Callable[..., Any]) -> Callable[..., Any]:
     """An optimizer's ordinary step on whole gradients, whose time the reducer learns."""
 
-    def step_whole() -> Any:
+    def step_whole(*args: Any, **kwargs: Any) -> Any:
         start = reducer.clock.start_update()
-        result = step()
+        result = step(*args, **kwargs)
         reducer.clock.mark_update(start)
         return result
 

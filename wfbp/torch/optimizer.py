@@ -57,8 +57,13 @@ class SyncState(enum.Enum):
     NO_GRADIENTS = 3
     """``synchronize()``, when no rank had any gradient: those that come are averaged anew."""
     OWN_METHOD = 4
-    """A method of the optimizer's own, such as ``first_step()``: gradients that come are averaged
-    anew."""
+    """A method of the optimizer's own, such as ``first_step()``: gradients that come, or that the
+    program sets, are averaged anew."""
+
+
+def _closing_call(name: str) -> int:
+    """The number of a call that ends a step, by its name."""
+    return 1 + zlib.crc32(name.encode()) % _NUM_CALLS
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,8 +81,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` are those of any optimizer;
     every rank steps and loads alike, any rank may take the ``state_dict()`` alone. All other
     attributes are those of the optimizer that it was made of, which stays as it is. A method that
-    its class adds, such as ``first_step()``, averages new gradients before it runs: every rank must
-    call it, and all ranks or none must have gradients.
+    its class adds, such as ``first_step()``, averages new gradients before it runs, and after each
+    backward pass that it makes: every rank must call it, and all ranks or none must have gradients.
 
     Example:
         >>> import torch, wfbp.torch as wfbp
@@ -149,6 +154,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_sparse_as_dense = sparse_as_dense
         self._wfbp_skip = False
         self._wfbp_local: list[None] = []  # one entry per no_sync() that the program is in
+        self._wfbp_calls: list[str] = []  # methods of the optimizer that run; "" for a closure
         self._wfbp_sync: OptimizerSync | None = None
         previous = wrapped_of(original)
         self._wfbp_renew(getattr(previous, "_wfbp_sync", None), complete=True)
@@ -164,10 +170,12 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self._wfbp_sync = OptimizerSync(
                 runtime,
                 self._wfbp_original,
-                lambda: self._wfbp_bare["step"](),
+                lambda *args, **kwargs: self._wfbp_bare["step"](*args, **kwargs),
                 named,
                 self._wfbp_options,
                 local=self._wfbp_local,
+                calls=self._wfbp_calls,
+                after_backward=self._wfbp_after_backward,
                 sparse_as_dense=self._wfbp_sparse_as_dense,
                 on_difference=self._wfbp_differs,
                 previous=previous,
@@ -200,22 +208,59 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
     @_operation
     def _wfbp_call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        sync = self._wfbp_sync
+        sync, name = self._wfbp_sync, method.__name__
         if sync is not None:
             sync.update.make_whole()
-            if sync.open:
+            if self._wfbp_has_new(sync):
                 # A rank without gradients continues, and would meet this step in its next call.
-                closing_call = 1 + zlib.crc32(method.__name__.encode()) % _NUM_CALLS
                 try:
-                    sync.synchronize(closing_call)
+                    sync.synchronize(_closing_call(name))
                 except StallError as error:
                     raise StallError(
-                        f"{error} This rank called {method.__name__}(), which averages its new "
+                        f"{error} This rank called {name}(), which averages its new "
                         "gradients first; a rank without any does not wait there. Call it after "
                         "step() or zero_grad(), or with gradients on every rank"
                     ) from error
                 self._wfbp_sync_state = SyncState.OWN_METHOD
-        return method(*args, **kwargs)
+            elif self._wfbp_sync_state is SyncState.PROGRAM:
+                sync.check_no_new_gradients()
+                if sync.held is not None:
+                    sync.synchronize()
+                self._wfbp_sync_state = SyncState.OWN_METHOD
+            sync.note_gradients()
+        with self._wfbp_within(name):
+            result = method(*args, **kwargs)
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.note_gradients()
+        return result
+
+    @contextmanager
+    def _wfbp_within(self, call: str) -> Iterator[None]:
+        """While a method of the optimizer runs, or a closure (an empty name)."""
+        self._wfbp_calls.append(call)
+        try:
+            yield
+        finally:
+            self._wfbp_calls.pop()
+
+    def _wfbp_after_backward(self) -> None:
+        """A method of the optimizer has run backward, and may use the gradients at once."""
+        if self._wfbp_sync is not None and self._wfbp_sync.open:
+            self._wfbp_sync.average_within(_closing_call(f"backward in {self._wfbp_calls[-1]}"))
+            self._wfbp_sync.note_gradients()
+            self._wfbp_sync_state = SyncState.OWN_METHOD
+
+    def _wfbp_has_new(self, sync: OptimizerSync) -> bool:
+        """Whether this rank has gradients that were not averaged, by backward or set by the program
+        (which may also change averages after ``synchronize()``)."""
+        self._wfbp_settle(sync)
+        is_programs = self._wfbp_sync_state is SyncState.PROGRAM
+        return sync.open if is_programs else sync.has_new()
+
+    def _wfbp_settle(self, sync: OptimizerSync) -> None:
+        """See whether a scaler has skipped the step for which it had gradients averaged."""
+        if self._wfbp_sync_state is SyncState.SCALER and sync.has_moved_on():
+            self._wfbp_sync_state = SyncState.NOBODY
 
     @property
     def state(self) -> Any:
@@ -252,7 +297,11 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def _wfbp_has_sums(self) -> bool:
         """Whether gradients are whole sums already, which must not be added up again."""
         sync, state = self._wfbp_sync, self._wfbp_sync_state
-        if sync is None or state is not SyncState.PROGRAM or self._wfbp_options.op is Op.AVERAGE:
+        if sync is None or self._wfbp_options.op is Op.AVERAGE:
+            return False
+        if state is SyncState.OWN_METHOD:
+            return not sync.has_new()
+        if state is not SyncState.PROGRAM:
             return False
         sync.check_no_new_gradients()
         sync.update.flush()
@@ -359,11 +408,11 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             return torch.nn.utils.clip_grad_norm_(params, *astuple(limit))
         if self._wfbp_sync_state is SyncState.SCALER:  # a scaler that has skipped its step
             self._wfbp_sync_state = SyncState.NOBODY
-        self._wfbp_reduce(self._wfbp_sync)
-        return self._wfbp_sync.clip_grad_norm_(limit)
+        is_reduced_here = self._wfbp_reduce(self._wfbp_sync)
+        return self._wfbp_sync.clip_grad_norm_(limit, is_reduced_here)
 
     @_operation
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Average the gradients, unless that was done, and let the optimizer step.
 
         A signal that arrives meanwhile is handled at the end, so that ranks stay equal if only one
@@ -375,6 +424,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             closure: computes the loss of this rank's data and its gradients; called by the
                 optimizer, as often as it likes, on every rank alike. The optimizer is given the
                 loss of all ranks, averaged (or added up, with ``op=Sum``) as the gradients are.
+            args, kwargs: further arguments of the optimizer's own step, the same on every rank. The
+                optimizer then takes one step with whole parameters.
 
         Returns:
             The return value of the optimizer's step: for most, the averaged loss of the first call.
@@ -382,6 +433,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         Raises:
             RuntimeError: gradients were changed since backward, or a parameter was put into
                 ``param_groups`` without :meth:`add_param_group`.
+            TypeError: a further argument is a function, whose result would be this rank's alone.
+            DisagreementError: ranks passed different further arguments.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         sync = self._wfbp_sync
@@ -393,26 +446,45 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
         if sync is not None:
             check_known(self._wfbp_original, self._wfbp_ids)
-        if closure is not None:
-            try:
-                if sync is not None:
-                    if sync.open:  # an optimizer may use them before it calls the closure
-                        sync.synchronize(closing_call=_NUM_CALLS + 1)
-                    sync.prepare_whole()
-                return self._wfbp_bare["step"](lambda: self._wfbp_evaluate(closure))
-            finally:
-                self._wfbp_sync_state = SyncState.NOBODY
+        if callable(closure):
+            return self._wfbp_step_with(closure, *args, **kwargs)
+        further = (closure, *args) if closure is not None or args else ()
+        if sync is not None:
+            self._wfbp_settle(sync)
         averaged = self._wfbp_skip and self._wfbp_is_averaged()
         if sync is None:
             self._wfbp_sync_state = SyncState.NOBODY
             self._wfbp_make_dense()
-            return self._wfbp_bare["step"]()
+            with self._wfbp_within("step"):
+                return self._wfbp_bare["step"](*further, **kwargs)
         if averaged:
             sync.check_no_new_gradients()
         else:
-            self._wfbp_reduce(sync)
-        self._wfbp_sync_state = SyncState.NOBODY
-        return sync.step()
+            self._wfbp_reduce(sync, whole=bool(further or kwargs))
+        try:
+            with self._wfbp_within("step"):
+                result = sync.step(*further, **kwargs)
+        finally:
+            self._wfbp_sync_state = SyncState.NOBODY
+        sync.note_gradients()
+        return result
+
+    def _wfbp_step_with(self, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """A step that computes gradients by a closure."""
+        sync = self._wfbp_sync
+        try:
+            if sync is not None:
+                if self._wfbp_has_new(sync):  # an optimizer may use them before it calls closure()
+                    sync.synchronize(closing_call=_NUM_CALLS + 1)
+                sync.prepare_whole()
+                sync.compare_arguments(args, kwargs)
+            with self._wfbp_within("step"):
+                evaluate = functools.partial(self._wfbp_evaluate, closure)
+                return self._wfbp_bare["step"](evaluate, *args, **kwargs)
+        finally:
+            self._wfbp_sync_state = SyncState.NOBODY
+            if sync is not None:
+                sync.note_gradients()
 
     def _wfbp_make_dense(self) -> None:
         for group in self.param_groups if self._wfbp_sparse_as_dense else ():
@@ -436,20 +508,22 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             )
         return False
 
-    def _wfbp_reduce(self, sync: OptimizerSync) -> None:
-        """Close the step, unless that was done."""
+    def _wfbp_reduce(self, sync: OptimizerSync, whole: bool = False) -> bool:
+        """Close the step, unless that was done; returns whether it was closed here."""
         state = self._wfbp_sync_state
-        anew = state is SyncState.OWN_METHOD and sync.open
-        if state in (SyncState.NOBODY, SyncState.NO_GRADIENTS) or (
+        anew = state is SyncState.OWN_METHOD and sync.has_new()
+        closes = state in (SyncState.NOBODY, SyncState.NO_GRADIENTS) or (
             anew and self._wfbp_options.op is Op.AVERAGE
-        ):
+        )
+        if closes:
             # Hooks that run before the step may look at the averages.
             own = getattr(self, "_optimizer_step_pre_hooks", None)
-            sync.reduce(bool(own or torch_optimizer._global_optimizer_pre_hooks))
+            sync.reduce(whole or bool(own or torch_optimizer._global_optimizer_pre_hooks))
         else:
-            sync.check_no_new_gradients()
+            sync.check_no_new_gradients(assigned=anew)
         if state is not SyncState.SCALER:
             self._wfbp_sync_state = SyncState.PROGRAM
+        return closes
 
     def _wfbp_evaluate(self, closure: Callable[[], Any]) -> Any:
         sync = self._wfbp_sync
@@ -459,7 +533,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 if grad is not None:
                     grad.detach().div_(sync.runtime.size)
         self._wfbp_sync_state = SyncState.NOBODY
-        with torch.enable_grad():
+        with torch.enable_grad(), self._wfbp_within(""):
             loss = closure()
         if sync is None:
             self._wfbp_make_dense()
@@ -508,6 +582,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self._wfbp_sync.discard()
         self._wfbp_sync_state = SyncState.NOBODY
         self._wfbp_bare["zero_grad"](*args, **kwargs)
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.note_gradients()
 
     @_operation
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -532,7 +608,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
     def _wfbp_check_between_steps(self, what: str) -> None:
         sync, state = self._wfbp_sync, self._wfbp_sync_state
-        sums = state is SyncState.PROGRAM and self._wfbp_options.op is Op.SUM
+        averaged = state in (SyncState.PROGRAM, SyncState.OWN_METHOD)
+        sums = averaged and self._wfbp_options.op is Op.SUM
         if sync is not None and (sync.held is not None or sums):
             raise RuntimeError(
                 f"{type(self).__name__}: {what} between clip_grad_norm_() or synchronize() and "
@@ -586,10 +663,11 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def _wfbp_average_for_scaler(self) -> None:
         sync = self._wfbp_sync
         if sync is not None:
-            if self._wfbp_sync_state is not SyncState.PROGRAM:
-                sync.synchronize()
-            else:
+            if self._wfbp_sync_state is SyncState.PROGRAM:
                 sync.check_no_new_gradients()
                 if sync.held is not None:
                     sync.synchronize()
+            elif not self._wfbp_has_sums():
+                sync.synchronize()
+            sync.note_gradients(force=True)
         self._wfbp_sync_state = SyncState.SCALER

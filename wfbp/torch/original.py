@@ -99,7 +99,10 @@ def take_place(distributed: Any, refuses: bool) -> None:
         return
     kind = type(original).__name__
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = distributed._wfbp_calls
+        if calls and calls[-1] not in ("", "step"):  # by a method of its own
+            return distributed.step(*args, **kwargs)
         raise RuntimeError(
             f"this {kind} was made into a distributed optimizer, and its own step() would not "
             "average gradients over the ranks; call step() of what DistributedOptimizer() returned"

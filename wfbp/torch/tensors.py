@@ -67,6 +67,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return is_plain and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
+def is_writeable(tensor: torch.Tensor) -> bool:
+    """Whether every element can be written in place, in memory that is the element's alone."""
+    is_lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
+    return not is_lazy and torch._debug_has_internal_overlap(tensor) != 1
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's elements in the order of their memory, shared."""
     if tensor.is_contiguous():

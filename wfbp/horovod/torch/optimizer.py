@@ -41,7 +41,7 @@ class HorovodOptimizer(DistributedOptimizerBase):
         super().synchronize()
         self._wfbp_synchronized = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`DistributedOptimizerBase.step`; warns after ``synchronize()`` without
         ``skip_synchronize()``, which averages twice under Horovod."""
         synchronized = self._wfbp_synchronized and self._wfbp_sync_state is SyncState.PROGRAM
@@ -55,7 +55,7 @@ class HorovodOptimizer(DistributedOptimizerBase):
                 "`with optimizer.skip_synchronize(): optimizer.step()`",
                 stacklevel=2,
             )
-        return super().step(closure)
+        return super().step(closure, *args, **kwargs)
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As :meth:`DistributedOptimizerBase.clip_grad_norm_`."""
@@ -120,16 +120,16 @@ class AdasumOptimizer(HorovodOptimizer):
         take_place(self, refuses=among is not None)
 
     @uncompiled
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Let this rank's optimizer step, and combine what it changed with the others' changes.
 
         Returns what the optimizer's step returned.
         """
         if self._wfbp_among is None:
-            return super().step(closure)
+            return super().step(closure, *args, **kwargs)
         params = [p for _, p in named_params(self, self._wfbp_known, complete=False)]
         before = [p.detach().clone() for p in params]
-        result = super().step(closure)
+        result = super().step(closure, *args, **kwargs)
         with torch.no_grad():
             changes = [p - start for p, start in zip(params, before, strict=True)]
             for param, start in zip(params, before, strict=True):

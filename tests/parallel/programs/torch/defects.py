@@ -386,6 +386,319 @@ def sums_before_a_closure() -> None:
         equal(model, reference, f"step {step}")
 
 
+SCHEDULES = ("oasr", "hybrid", "independent", "auto")
+
+
+def assign(model: nn.Module, rank: int, step: int, how: str = "replaced") -> None:
+    """Set gradients as ``torch.autograd.grad`` returns them, without a hook."""
+    params = list(model.parameters())
+    loss = model(data(step, rank, 4, 5)).square().mean()
+    for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+        if how == "replaced" or p.grad is None:
+            p.grad = grad
+        else:
+            p.grad.copy_(grad)
+
+
+@check
+def own_methods_after_assigned_gradients() -> None:
+    """They are averaged, also where they are written in place and for ``step(closure)``."""
+    for how, ends in itertools.product(("replaced", "written"), ("second_step", "closure")):
+        model, reference = pair()
+        sam: Any = wfbp.DistributedOptimizer(SAM(model.parameters()), model.named_parameters())
+        plain = SAM(reference.parameters())
+        for step in range(STEPS):
+
+            def mine(again: int, model: Any = model, step: int = step, how: str = how) -> None:
+                assign(model, wfbp.rank(), 2 * step + again, how)
+
+            def all_of_them(again: int, model: Any = reference, step: int = step) -> None:
+                averaged(model, assign, 2 * step + again, wfbp.size())
+
+            for each, set_gradients in ((sam, mine), (plain, all_of_them)):
+                set_gradients(0)
+                if ends == "closure":
+                    each.step(functools.partial(set_gradients, 1))
+                else:
+                    each.first_step()
+                    set_gradients(1)
+                    each.second_step()
+            equal(model, reference, f"{how}, {ends}, step {step}")
+
+
+@check
+def own_methods_where_a_rank_has_no_gradients() -> None:
+    """One error on every rank, as soon as the others take part in a step."""
+    usual = process.current("the check").config
+    model, _ = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Fisher(model.parameters()))
+    problem = ""
+    try:
+        if wfbp.rank() == 0:
+            assign(model, 0, 0)
+        optimizer.add()
+        assign(model, wfbp.rank(), 1)
+        optimizer.step()
+    except DisagreementError as error:
+        problem = str(error)
+    for told in MPI.COMM_WORLD.allgather(problem):
+        assert "by different methods of the optimizer" in told, told
+    wfbp.shutdown()
+    wfbp.init(config=usual)
+
+
+@check
+def own_methods_after_synchronize_and_clipping() -> None:
+    """They see whole averages, clipped, and are not averaged again; those that follow are new."""
+    for schedule, declared in itertools.product(SCHEDULES, (True, None)):
+        model, reference = pair()
+        optimizer: Any = wfbp.DistributedOptimizer(
+            Fisher(model.parameters()), schedule=schedule, optimizer_sharding=declared
+        )
+        plain = Fisher(reference.parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            averaged(reference, square, step, wfbp.size())
+            if step % 2:
+                optimizer.clip_grad_norm_(0.1)
+                nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            else:
+                optimizer.synchronize()
+            optimizer.add()
+            plain.add()
+            if step % 3 == 0:
+                assign(model, wfbp.rank(), 100 + step)
+                averaged(reference, assign, 100 + step, wfbp.size())
+            optimizer.step()
+            plain.step()
+            equal(model, reference, f"{schedule}, {declared}, step {step}")
+
+
+class Fisher(Descent):
+    """Adds up squares of gradients by a method of its own, and divides by them."""
+
+    @torch.no_grad()
+    def add(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    total = self.state[p].setdefault("squares", torch.ones_like(p))
+                    total += p.grad.square()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad / self.state[p]["squares"])
+
+
+class RunsBackward(Descent):
+    """Its own methods run backward, and perhaps update at once."""
+
+    @torch.no_grad()
+    def fused_backward(self, loss: torch.Tensor) -> None:
+        torch.enable_grad()(loss.backward)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad)
+                    p.grad = None
+
+    def backward(self, *losses: torch.Tensor) -> None:
+        for loss in losses:
+            loss.backward()
+
+    def whole(self, *losses: torch.Tensor) -> None:
+        self.backward(*losses)
+        self.step()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, loss: Any = None) -> Any:
+        if loss is not None:
+            torch.enable_grad()(loss().backward)()
+        return super().step()
+
+
+@check
+def own_methods_that_run_backward() -> None:
+    """Their gradients are averaged as soon as a pass is over."""
+
+    def losses(model: nn.Module, rank: int, step: int) -> list[torch.Tensor]:
+        return [model(data(step, rank, k + 1, 5)).square().mean() for k in range(2)]
+
+    model, reference = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(RunsBackward(model.parameters()))
+    plain: Any = RunsBackward(reference.parameters())
+    for step in range(3 * STEPS):
+        every = [losses(reference, rank, step) for rank in range(wfbp.size())]
+        means = [torch.stack(each).mean() for each in zip(*every, strict=True)]
+        for each, mine in ((optimizer, losses(model, wfbp.rank(), step)), (plain, means)):
+            if step % 3 == 0:
+                each.fused_backward(sum(mine))
+                continue
+            if step % 3 == 1:
+                each.backward(*mine)
+                each.step()
+            else:
+                each.whole(*mine)
+            each.zero_grad()
+        equal(model, reference, f"step {step}")
+    optimizer.zero_grad()
+    loss = losses(model, wfbp.rank(), 0)[0]
+    assert refused(lambda: optimizer.step(None, lambda: loss), "function", "argument 2")
+    optimizer = wfbp.DistributedOptimizer(RunsBackward(model.parameters()), op=wfbp.Sum)
+    assert refused(functools.partial(optimizer.backward, loss), "backward() runs backward")
+    optimizer.zero_grad()
+
+
+@check
+def gradients_changed_after_clipping() -> None:
+    """An error under every schedule, also without a step between; not after ``synchronize()``."""
+
+    def scale(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.grad *= 0.5  # type: ignore[operator]
+
+    def remove(model: nn.Module) -> None:
+        model[0].weight.grad = None  # type: ignore[index,union-attr]
+
+    changes: list[Callable[[nn.Module], None]] = [
+        lambda model: assign(model, wfbp.rank(), 7),
+        scale,
+        remove,
+    ]
+    for schedule, change in itertools.product(SCHEDULES, changes):
+        model, _ = pair()
+        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
+        for step in range(4):
+            square(model, wfbp.rank(), step)
+            optimizer.clip_grad_norm_(0.1)
+            change(model)
+            assert refused(optimizer.step, "after clip_grad_norm_()"), schedule
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.synchronize()
+            optimizer.clip_grad_norm_(0.1)
+            scale(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        agree(model, schedule)
+
+
+@check
+def a_plain_step_after_a_skipped_one() -> None:
+    """Also if one rank has no gradients, and if the program assigns them."""
+    model, reference = pair()
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), model.named_parameters())
+    plain = momentum(reference.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def some(net: nn.Module, rank: int, step: int) -> None:
+        if step % 4 != 2 or rank == 0:
+            (assign if step % 4 == 3 else square)(net, rank, step)
+
+    for step in range(3 * STEPS):
+        model.zero_grad()
+        if step % 4 < 2:
+            loss = model(data(step, wfbp.rank(), 4, 5)).square().mean()
+            scaler.scale(loss * math.inf if step % 4 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step % 4:
+                continue
+            averaged(reference, square, step, wfbp.size())
+        else:
+            some(model, wfbp.rank(), step)
+            optimizer.step()
+            averaged(reference, some, step, wfbp.size())
+        plain.step()
+        equal(model, reference, f"step {step}")
+
+
+class Further(torch.optim.SGD):
+    """Its step takes more than a closure."""
+
+    def step(self, closure: Any = None, scale: float = 1.0, *, rates: Any = (1.0,)) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad *= scale * float(rates[0])
+        super().step()
+        return loss
+
+
+@check
+def further_arguments_of_step() -> None:
+    """They reach the optimizer, by position or name, also after clipping and with a closure."""
+    for schedule, declared in itertools.product(SCHEDULES, (True, None)):
+        model, reference = pair()
+        optimizer: Any = wfbp.DistributedOptimizer(
+            Further(model.parameters(), 0.1), schedule=schedule, optimizer_sharding=declared
+        )
+        plain = Further(reference.parameters(), 0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            averaged(reference, square, step, wfbp.size())
+            if step == 3:
+                optimizer.clip_grad_norm_(0.1)
+                nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            rates = [torch.tensor(0.5 + step)]
+            if step % 4 == 1:
+                again = functools.partial(square, model, wfbp.rank(), step)
+                optimizer.step(again, 2.0, rates=rates)
+                before = [p.grad for p in reference.parameters()]
+                averaged(reference, square, step, wfbp.size())
+                for p, grad in zip(reference.parameters(), before, strict=True):
+                    p.grad += grad  # type: ignore[operator]
+                plain.step(None, 2.0, rates=rates)
+            elif step % 4 == 2:
+                optimizer.step()
+                plain.step()
+            else:
+                for each in (optimizer, plain):
+                    each.step(None, 0.5, rates=rates)
+            equal(model, reference, f"{schedule}, {declared}, step {step}")
+
+
+@check
+def clipped_gradients_that_are_carried_over() -> None:
+    """Decayed instead of zeroed, or stepped twice: the same under every schedule."""
+
+    def clip(optimizer: Any, net: nn.Module) -> None:
+        if hasattr(optimizer, "clip_grad_norm_"):
+            optimizer.clip_grad_norm_(0.05)
+        else:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+
+    for how, schedule in itertools.product(("decayed", "twice", "added"), SCHEDULES):
+        model, reference = pair()
+        optimizer = wfbp.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), 0.01), schedule=schedule
+        )
+        plain = torch.optim.Adam(reference.parameters(), 0.01)
+        for step in range(2 * STEPS):
+            for p in (*model.parameters(), *reference.parameters()):
+                if how == "decayed" and p.grad is not None:
+                    p.grad.mul_(0.9)
+                elif how == "twice":
+                    p.grad = None
+            square(model, wfbp.rank(), step)
+            for rank in range(wfbp.size()):
+                loss = reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
+                loss.backward()
+            for each, net in ((optimizer, model), (plain, reference)):
+                if step % 3:
+                    clip(each, net)
+                each.step()
+                if how == "twice":
+                    each.step()
+            equal(model, reference, f"{how}, {schedule}, step {step}")
+
+
 @check
 def tensors_in_a_setting() -> None:
     """Row 7: a tensor within a tuple is changed right after a step."""
