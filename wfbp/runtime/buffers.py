@@ -19,7 +19,7 @@ from wfbp.comm.backend import Work
 from wfbp.comm.memory import Memory, SlotTable
 from wfbp.core.plan import Plan, aligned, layout
 from wfbp.core.types import Op, Operation, TensorSpec, item_bytes, wire_type
-from wfbp.runtime.step import BufferView, Gather, Step, StepResult
+from wfbp.runtime.step import BufferView, Gather, Lent, Step, StepResult
 
 _STEP_BITS = 6
 STEP_CYCLE = 1 << _STEP_BITS
@@ -35,7 +35,8 @@ class GroupBuffer:
 
     An all-reduce has one block of whole tensors; the other operations have a block of shards per
     rank. The training thread may read results until the next step's first gradient. Results never
-    overwrite a gradient of this rank, which may still grow and be sent again (:meth:`_make_way`).
+    overwrite what the program still uses: an earlier result that it has kept, or a gradient of this
+    rank, which may grow and be sent again (:meth:`_make_way`).
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class GroupBuffer:
         self._segments: list[Segment] = []
         self._delivered: set[int] = set()
         self.num_moves = 0
+        self.dropped: set[int] = set()  # addresses of results that are the program's alone now
         self._lay_out([plan.tensors[k] for k in this.tensors], size)
         # The last group of backward carries the step's flags, so no step needs to negotiate.
         self._flagged = list(members) if group == plan.num_backward - 1 else []
@@ -150,12 +152,14 @@ class GroupBuffer:
 
     def view(self, position: int) -> BufferView:
         """The same with its address, for the training thread."""
-        return BufferView(self.result(position), self._results.addresses[position], self.whole)
+        results = self._results
+        address, lent = results.addresses[position], results.lent[position]
+        return BufferView(self.result(position), address, self.whole, lent)
 
     def pack(self, step: Step | Gather) -> None:
         """Copy the tensors at ``step.sources`` into the message; zeros for absent ones."""
         sources = self._pick(step.sources)
-        if not self._results.slots.isdisjoint(sources):
+        if self._results.is_used(sources):
             self._make_way(sources)
         message = self._message
         if self._large:
@@ -178,10 +182,12 @@ class GroupBuffer:
             tail[:] = values
 
     def _make_way(self, sources: Sequence[int]) -> None:
-        """Move results to storage without any of these gradients."""
+        """Move results to storage that the program does not use, without any of these gradients."""
         other = self._other
-        if other is None or not other.slots.isdisjoint(sources):
-            # The program's gradients keep the other storage alive.
+        if other is None or other.is_used(sources):
+            # What the program uses keeps the other storage alive.
+            if other is not None:
+                self.dropped |= other.slots
             other = self._new_results() if self._casts else self._new_message()
         self._other, self._results = self._results, other
         if not self._casts:
@@ -281,10 +287,17 @@ class _Storage:
         address = memory.address(data)
         self.addresses = [address + offset for offset in offsets]
         self.slots = frozenset(p for p, n in zip(self.addresses, nbytes, strict=True) if n)
+        self.lent: list[list[Lent]] = [[] for _ in offsets]
         self.copies_segments = False
         self.packing: _PieceTable
         self.unpacking: _PieceTable
         self.tails: list[Any] = []
+
+    def is_used(self, sources: Sequence[int]) -> bool:
+        """Whether the program uses it, or one of these gradients is in it."""
+        if not self.slots.isdisjoint(sources):
+            return True
+        return any(lent.is_used() for (lent,) in filter(None, self.lent))
 
 
 class _PieceTable:

@@ -346,6 +346,8 @@ class Reducer:
     def _view(self, group: int) -> None:
         buffer = self._buffers[group]
         self._num_moves[group] = buffer.num_moves
+        while buffer.dropped:
+            self._owner_of.pop(buffer.dropped.pop(), None)
         for position, index in enumerate(self._members[group]):
             self._views[index] = view = buffer.view(position)
             # (Of a tensor without elements the address may be another one's.)
@@ -547,7 +549,8 @@ class Reducer:
     def gather_gradients(
         self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
     ) -> list[BufferView | None]:
-        """Gather gradients; the views are whole once all have arrived."""
+        """Gather gradients; the views are whole once all have arrived, and not in memory that the
+        program uses, at addresses ``kept`` or as lent."""
         memory = self.memory
         whole = list(reduced)
         addresses, sources = [0] * len(whole), [0] * len(whole)
@@ -556,9 +559,10 @@ class Reducer:
                 continue
             spec, shard = self.specs[index], self._shards[index]
             storage = self._gathered[index]
-            if storage is None or storage.address in kept:  # which the program uses
+            if storage is None or storage.address in kept or _is_used(storage):
                 data = memory.empty(spec.nbytes)
-                storage = self._gathered[index] = BufferView(data, memory.address(data))
+                storage = BufferView(data, memory.address(data), True, [])
+                self._gathered[index] = storage
             addresses[index] = sources[index] = storage.address
             if view is None:
                 continue
@@ -624,6 +628,10 @@ class Reducer:
         self._buffers = []
         self._views = [None] * len(self.specs)
         self._gathered = [None] * len(self.specs)
+
+
+def _is_used(view: BufferView) -> bool:
+    return any(lent.is_used() for lent in view.lent or ())
 
 
 def _group_of_each(groups: Sequence[Sequence[int]], count: int) -> list[int]:

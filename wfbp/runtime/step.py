@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.memory import Dependencies
@@ -81,9 +81,18 @@ GradientRef = tuple[int, object]
 """Address of a gradient, and the object that keeps it alive."""
 
 
+class Lent(Protocol):
+    """What a framework has made of a reduced tensor's memory, and the program may keep."""
+
+    def is_used(self) -> bool:
+        """Whether the program still uses that memory; any thread may ask."""
+
+
 class BufferView(NamedTuple):
-    """Bytes and address of a reduced tensor, or of this rank's shard unless ``whole``."""
+    """Bytes and address of a reduced tensor, or of this rank's shard unless ``whole``; ``lent`` is
+    empty until a framework adds what it makes of them, which is then used again."""
 
     data: Buffer
     address: int
     whole: bool = True
+    lent: list[Lent] | None = None

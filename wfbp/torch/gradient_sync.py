@@ -268,9 +268,8 @@ class OptimizerSync:
         self._calls = calls
         self._after_backward = after_backward
         self._unsent: set[int] = set()  # parameters with gradients of such passes
-        self._views: list[torch.Tensor | None] = [None] * len(named)
-        self._moved: list[dict[int, torch.Tensor]] = [{} for _ in named]
-        self._views_of = 0
+        self._lent: list[Callable[[], tensors.LentTensor | None]] = [lambda: None] * len(named)
+        """By index, the memory that ``p.grad`` was put in last, unless no plan uses it any more."""
         # Data travels in the order that parameters have now, whatever becomes of them.
         self._layouts = [tensors.Layout.of(p) for p in params]
         self._guard = GradientGuard(name, self._names, params[0].device.type == "cpu")
@@ -443,13 +442,9 @@ class OptimizerSync:
             )
         for index in self._guard.check(self._params):
             reducer.drop(index)
-        if self._views_of != reducer.num_installed:  # they hold another plan's buffers
-            self._views_of = reducer.num_installed
-            self._views = [None] * len(self._params)
-            self._moved = [{} for _ in self._params]
-        for index, announced in enumerate(self._guard.seen):
-            if announced is None or index in self._sparse:
-                self._keep_sparse(index)
+        seen = self._guard.seen
+        for index in [k for k in range(len(seen)) if seen[k] is None or k in self._sparse]:
+            self._keep_sparse(index)
         sparse = dict(self._sparse)
         reducer.sparse = sorted(sparse)
         reduced = reducer.synchronize(whole)
@@ -471,27 +466,28 @@ class OptimizerSync:
 
     def _take(self, reduced: Sequence[BufferView | None]) -> None:
         """Let ``p.grad`` be the reduced gradient where it is whole."""
-        views, params, layouts = self._views, self._params, self._layouts
         for index, slot in enumerate(reduced):
             if slot is None or not slot.whole:
                 continue
-            held = views[index]
-            # The program may have let the gradient be another memory, or reordered it.
-            if (
-                held is None
-                or held.data_ptr() != slot.address
-                or held.stride() != layouts[index].stride
-            ):
-                if held is not None and params[index].grad is held:
-                    # Programs that accumulate into it may hold it, too: it stays the same object.
-                    moved = self._moved[index]
-                    if slot.address not in moved:
-                        moved[slot.address] = tensors.view(slot.data, layouts[index])
-                    held.data = moved[slot.address]
-                    continue
-                held = views[index] = tensors.view(slot.data, layouts[index])
-            if params[index].grad is not held:
-                params[index].grad = held
+            param, layout, before = self._params[index], self._layouts[index], self._lent[index]()
+            lent = tensors.lent(slot, layout)
+            self._lent[index] = weakref.ref(lent)
+            average = lent.alias()
+            grad = param.grad
+            if grad is None or not _can_be(grad, layout):
+                param.grad = average
+                continue
+            # Programs may keep it, or views of it, and use them in later steps: then it stays
+            # where it is. Whether they keep the object shows once nobody here refers to it.
+            kept = weakref.ref(grad)
+            if not tensors.shares_memory(grad, before):
+                del grad
+                param.grad = average
+            if (grad := kept()) is not None and tensors.is_writeable(grad):
+                grad.detach().copy_(average)
+                param.grad = grad
+            else:
+                param.grad = average
 
     def _compare(self) -> None:
         """Before the first update, compare hyperparameters; a collective."""
@@ -693,10 +689,10 @@ class OptimizerSync:
 
     def leave_buffers(self) -> None:
         """Copy ``p.grad`` out of the reducer's memory, which ``shutdown()`` frees."""
-        for param, view in zip(self._params, self._views, strict=True):
-            if view is not None and param.grad is view:
-                param.grad = view.clone()
-        self._views = [None] * len(self._params)
+        for param, reference in zip(self._params, self._lent, strict=True):
+            grad, lent = param.grad, reference()
+            if lent is not None and grad is not None and not grad.is_sparse and lent.has(grad):
+                param.grad = grad.clone()
 
     def leave(self) -> None:
         """Let the parameters go, because the runtime ends; they are up to date."""
@@ -704,6 +700,12 @@ class OptimizerSync:
         self.update.let_go()
         self.leave_buffers()
         _remove(self._hooks, self.reducer, self._forward.stop)
+
+
+def _can_be(grad: torch.Tensor, layout: tensors.Layout) -> bool:
+    """Whether an average can be written to a gradient of the program."""
+    is_plain = grad.layout is torch.strided and grad.shape == layout.shape
+    return is_plain and grad.dtype is layout.dtype
 
 
 def _timed(reducer: Reducer, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,7 +64,6 @@ class StateSharding:
         self._parts = [slice(sum(c[:rank]), sum(c[: rank + 1])) for c in self._counts]
         self.shards: dict[int, torch.Tensor] = {}
         """Those of the sharded parameters, by index; see :meth:`shard`."""
-        self._reduced: dict[int, tuple[BufferView, torch.Tensor]] = {}
         self._version = 0
         self._entries: State = {}
         self._is_changing = False
@@ -84,11 +83,8 @@ class StateSharding:
             self._place(shard, index)  # the parameter's data was replaced
         # An empty shard has no gradient. It is stepped, because an optimizer may count steps.
         if shard.numel() and reduced is not None and not reduced.whole:
-            held, view = self._reduced.get(index, (None, shard))
-            if held is not reduced:  # the reducer makes another one if its memory changes
-                view = tensors.shared(reduced.data).view(param.dtype).view(shard.shape)
-                self._reduced[index] = reduced, view
-            shard.grad = view
+            layout = tensors.Layout(param.dtype, shard.shape, shard.stride())
+            shard.grad = tensors.lent(reduced, layout).alias()
         elif shard.numel() and grad is not None:
             whole = tensors.flat(_ordered(param, grad))
             shard.grad = whole[part].view(shard.shape)
@@ -134,22 +130,14 @@ class StateSharding:
         self.let_go()
         self.shards.clear()
 
-    def drop_views(self) -> None:
-        """Keep no memory of the reducer."""
-        self._reduced.clear()
-
     def let_go(self) -> None:
-        """Keep no memory of the reducer, and leave the optimizer no state that is not its own."""
-        self.drop_views()
-        self._withdraw_mark()
-
-    def _withdraw_mark(self) -> None:
+        """Leave the optimizer no state that is not its own."""
         self._optimizer.state.pop(_MARK, None)
         self._entries.pop(_MARK, None)
 
     def begin_update(self) -> None:
         """The optimizer is about to change the state."""
-        self._withdraw_mark()
+        self.let_go()
         self._store.published = None
         self._is_changing = True
 

@@ -18,6 +18,7 @@ from wfbp.comm.locations import Location, in_host_memory
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.cupy_device import check_local_rank
 from wfbp.runtime import process
+from wfbp.runtime.step import BufferView
 
 NAMES = {
     torch.float16: "float16",
@@ -155,6 +156,55 @@ def unusual_order(tensor: torch.Tensor) -> str:
 def view(data: Buffer, layout: Layout) -> torch.Tensor:
     """Bytes as a tensor, shared."""
     return shared(data).view(layout.dtype).as_strided(layout.shape, layout.stride)
+
+
+_storage_uses: Any = torch._C._storage_Use_Count
+
+
+class LentTensor:
+    """A tensor in memory of a reducer, of which the program gets aliases. Any thread may ask
+    whether it still has one, or a view of one."""
+
+    def __init__(self, data: Buffer, layout: Layout) -> None:
+        self._tensor = view(data, layout)
+        self._storage = self._tensor.untyped_storage()
+        self._address = self._storage._cdata
+        self._num_uses: int = _storage_uses(self._address)
+
+    def alias(self) -> torch.Tensor:
+        """Another tensor in this memory."""
+        return self._tensor.detach()
+
+    def is_used(self) -> bool:
+        return bool(_storage_uses(self._address) != self._num_uses)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in this memory."""
+        return bool(tensor.untyped_storage()._cdata == self._address)
+
+
+def lent(slot: BufferView, layout: Layout) -> LentTensor:
+    """The tensor of a reduced gradient, or of a shard of one."""
+    made: list[Any] = [] if slot.lent is None else slot.lent
+    if not made:
+        made.append(LentTensor(slot.data, layout))
+    return made[0]  # type: ignore[no-any-return]
+
+
+def _num_uses(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of a tensor's storage, and how often it is used while it is looked at."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, _storage_uses(storage._cdata)
+
+
+_USES_OF_ONE = _num_uses(torch.empty(1))[1]
+
+
+def shares_memory(tensor: torch.Tensor, own: LentTensor | None) -> bool:
+    """Whether other tensors use a tensor's memory, beside the one that may have been lent."""
+    address, uses = _num_uses(tensor)
+    is_lent = own is not None and address == own._address
+    return uses > (own._num_uses + 1 if own is not None and is_lent else _USES_OF_ONE)
 
 
 def location_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Location:

@@ -92,7 +92,7 @@ class Update:
             if reduced is None:
                 return self._step_whole()
             return self._with_hooks(partial(self._defer, reduced))
-        if follows := self._installed != self._reducer.num_installed:
+        if self._installed != self._reducer.num_installed:
             self._follow(sharding)
         sharding.begin_update()
         try:
@@ -101,8 +101,6 @@ class Update:
             sharding.check()
             return self._with_hooks(partial(self._step_shards, sharding, reduced))
         finally:
-            if follows:  # this step's are memory of the plan before
-                sharding.drop_views()
             sharding.publish()
 
     def make_whole(self) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wfbp.comm.arrays import MemoryAt
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.consistency import in_native_order
 from wfbp.runtime.reducer import Reducer
+from wfbp.runtime.step import BufferView
 
 Array = npt.NDArray[Any]
 
@@ -112,8 +114,8 @@ class GradientReducer:
         Signals that arrive meanwhile are handled at the end, when the step is complete.
 
         Returns:
-            Per tensor the reduced gradient, valid until the next step's first ``mark_ready``;
-            None if no rank had one.
+            Per tensor the reduced gradient; None if no rank had one. Later steps do not overwrite
+            arrays that the program keeps.
 
         Raises:
             WfbpError: ranks disagree, failed, or did not answer in time.
@@ -125,7 +127,7 @@ class GradientReducer:
         with signals.deferred:
             views = self._reducer.synchronize()
             return [
-                None if view is None else _array(view.data, spec)
+                None if view is None else _array(view, spec)
                 for view, spec in zip(views, self.specs, strict=True)
             ]
 
@@ -151,7 +153,21 @@ def _spec(item: TensorSpec | tuple[str, Any]) -> TensorSpec:
     return TensorSpec(name, array.shape, array.dtype.name)
 
 
-def _array(data: Array, spec: TensorSpec) -> Array:
+class _LentArray:
+    """An array of the program's in memory of a reducer."""
+
+    def __init__(self, block: MemoryAt) -> None:
+        self._block = weakref.ref(block)  # which every array in it keeps
+
+    def is_used(self) -> bool:
+        return self._block() is not None
+
+
+def _array(view: BufferView, spec: TensorSpec) -> Array:
+    block = MemoryAt(view.address, view.data.nbytes, view.data)
+    if view.lent is not None:
+        view.lent[:] = [_LentArray(block)]
+    data = np.asarray(block)
     if spec.dtype == "bfloat16":
         import ml_dtypes  # noqa: F401 - which adds the type to NumPy's
     return data.view(spec.dtype).reshape(spec.shape)

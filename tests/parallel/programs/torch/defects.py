@@ -664,6 +664,130 @@ def further_arguments_of_step() -> None:
             equal(model, reference, f"{schedule}, {declared}, step {step}")
 
 
+class Differs(Descent):
+    """Keeps the last gradient (as the original diffGrad does), and perhaps a part of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                before = state.get("before", torch.zeros_like(p))
+                p.sub_(group["lr"] * p.grad * torch.sigmoid((before - p.grad).abs() * 100))
+                state["before"] = p.grad if group.get("whole", True) else p.grad.detach()
+
+
+@check
+def gradients_that_an_optimizer_keeps() -> None:
+    """They are never overwritten: as an object, or as a view of it."""
+    sharding = (True, None)
+    for whole, declared, schedule in itertools.product((True, False), sharding, SCHEDULES):
+        model, reference = pair()
+        optimizer = wfbp.DistributedOptimizer(
+            Differs(model.parameters(), whole=whole),
+            schedule=schedule,
+            optimizer_sharding=declared,
+        )
+        plain = Differs(reference.parameters(), whole=whole)
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            averaged(reference, square, step, wfbp.size())
+            if step % 5 == 4:
+                optimizer.synchronize()
+            optimizer.step()
+            plain.step()
+            equal(model, reference, f"{schedule}, {declared}, step {step}")
+
+
+@check
+def gradients_that_a_program_keeps() -> None:
+    """Averages of all steps, as objects, views and NumPy arrays."""
+    for schedule in SCHEDULES:
+        model, reference = pair()
+        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
+        kept: list[tuple[Any, torch.Tensor]] = []
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.synchronize()
+            averaged(reference, square, step, wfbp.size())
+            ways: list[Callable[[Any], Any]] = [
+                lambda g: g,
+                lambda g: g.view(-1),
+                lambda g: g.numpy(),
+            ]
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                assert q.grad is not None
+                kept.append((ways[step % 3](p.grad), q.grad))
+            optimizer.step()
+            reference.load_state_dict(model.state_dict())
+        for found, wanted in kept:
+            same(torch.as_tensor(found).view(wanted.shape), wanted, schedule, 1e-9)
+
+
+@check
+def averages_that_nobody_keeps_are_not_copied() -> None:
+    """Then ``p.grad`` is memory of the message; nothing here may refer to the gradient before."""
+    model, _ = pair()
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule="oasr")
+    sync, are_there = optimizer._wfbp_sync, []
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+        pairs = [(p.grad, lent()) for p, lent in zip(sync._params, sync._lent, strict=True)]
+        if all(lent for _, lent in pairs):  # else this was the last step of a plan
+            are_there += [lent.has(grad) for grad, lent in pairs]
+    assert are_there
+    assert all(are_there), are_there
+
+
+@check
+def gradients_in_a_list() -> None:
+    """Zeroed in place by a list that was made before wrapping, or before or after the first step,
+    of the gradients or of views of them."""
+
+    def listed(net: nn.Module, is_flat: bool) -> list[torch.Tensor]:
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        return [grad.view(-1) for grad in grads] if is_flat else grads
+
+    whens = ("wrapping", "first step", "a step", "later")
+    for when, is_flat, schedule in itertools.product(whens, (False, True), SCHEDULES):
+        model, reference = pair()
+        lists: list[list[torch.Tensor]] = []
+        nets = (model, reference)
+        if when == "wrapping":
+            for net in nets:
+                for p in net.parameters():
+                    p.grad = torch.zeros_like(p)
+            lists = [listed(net, is_flat) for net in nets]
+        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
+        plain = momentum(reference.parameters())
+        for step in range(2 * STEPS):
+            for grads, each in zip(lists or ([], []), (optimizer, plain), strict=True):
+                for grad in grads:
+                    grad.zero_()
+                if not lists:
+                    each.zero_grad()
+            square(model, wfbp.rank(), step)
+            for rank in range(wfbp.size()):
+                loss = reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
+                loss.backward()
+            if when == "first step" and step == 0:
+                lists = [listed(net, is_flat) for net in nets]
+            optimizer.step()
+            plain.step()
+            if (when, step) in (("a step", 0), ("later", STEPS)):
+                lists = [listed(net, is_flat) for net in nets]
+            equal(model, reference, f"{when}, {is_flat}, {schedule}, step {step}")
+        optimizer.synchronize()
+        for p, found in zip(model.parameters(), listed(model, is_flat), strict=True):
+            same(found.view(p.shape), p.grad, "in the list")  # type: ignore[arg-type]
+
+
 @check
 def clipped_gradients_that_are_carried_over() -> None:
     """Decayed instead of zeroed, or stepped twice: the same under every schedule."""

@@ -150,10 +150,8 @@ def gradients_changed_where_pytorch_counts_nothing() -> None:
 
 def lies_in_buffer(model: Branches, optimizer: Any, branch: int) -> bool:
     """Whether a branch's gradient lies in memory of the plan in use."""
-    sync = optimizer._wfbp_sync
-    weight = model.branches[branch].weight
-    held = sync._views[next(k for k, p in enumerate(sync._params) if p is weight)]
-    return held is weight.grad and sync._views_of == sync.reducer.num_installed
+    grad = model.branches[branch].weight.grad
+    return grad is not None and grad.data_ptr() in optimizer._wfbp_sync.reducer._owner_of
 
 
 @check
