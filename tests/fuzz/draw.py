@@ -30,7 +30,7 @@ _READS = ("norm", "plus", "add_", "addcmul_", "copy_", "item", "foreach", "out",
 _PROPORTIONAL = (
     *("sgd", "fused sgd", "momentum", "nesterov", "dampened", "float32 state", "counting"),
     *("by parameter", "by id", "by attribute", "replacing", "bound", "swapping", "by place"),
-    *("scaled", "decorated", "around", "nan", "vector", "patched"),
+    *("scaled", "decorated", "around", "nan", "vector", "patched", "keeping", "own methods"),
 )
 """Optimizers that do not make a small gradient, and its rounding, large."""
 _COMPLEX = (
@@ -38,6 +38,8 @@ _COMPLEX = (
     *("adagrad", "adadelta", "replacing", "counting", "by parameter", "by id"),
 )
 """Optimizers that update complex parameters."""
+_IN_PLACE = ("model zeros", "list", "carry")
+"""Ways to begin a step that leave gradients where they are, and tell no optimizer."""
 _NOT_COMPLEX = ("scaler", "compiled", "lists", "clamp", "touch clamp", "sync value", "read")
 _NOT_TWICE_DIFFERENTIABLE = ("attention", "lstm", "gru", "sparse embedding", "sparse bag")
 
@@ -127,6 +129,13 @@ class _Drawing:
         )
         if self.zero == "model zeros" and any(o.part != "all" for o in optimizers):
             self.zero = "zeros"  # in place, it would change what the other optimizer sends
+        # What is kept must mean the same in one process, and no other optimizer may send it.
+        if (
+            whole
+            and not (self.scaled or self.hooked)
+            and all(o.op == "average" for o in optimizers)
+        ):
+            self.zero = chance.choice([self.zero, self.zero, self.zero, "list", "carry"])
         actions: list[Step | Act] = []
         self.added: set[int] = set()
         num_steps = chance.randint(3, 12)
@@ -225,6 +234,8 @@ class _Drawing:
             and not ("bfloat16" in dtypes and name == "fused sgd")
         ]
         name = chance.choice(kinds)
+        if self.likely(0.1):
+            name = chance.choice(["keeping", "own methods", "own methods"])
         if has & set(SPARSE) and self.likely(0.3):
             name = "sgd"
         kind = KINDS[name]
@@ -278,11 +289,9 @@ class _Drawing:
             if closure:
                 passes = self._passes(1)
                 return replace(step, optimizers=(k,), closure=True, passes=passes)
-        # Behind a step that a scaler left out, a step without it needs optimizer.zero_grad().
-        told = not self.scaled or self.zero in ("optimizer", "zeros", "end")
-        some = self.likely(0.1) and not self.hooked and told
+        some = self.likely(0.1) and not self.hooked
         step = replace(step, passes=self._passes(0 if some else 1))
-        if count > 1 and self.likely(0.15) and self.zero != "model zeros":
+        if count > 1 and self.likely(0.15) and self.zero not in _IN_PLACE:
             others = {o.model for o in self.optimizers} - models
             step = replace(step, others=tuple(others))
         if self.likely(0.15):
@@ -337,6 +346,7 @@ class _Drawing:
             everywhere = self.likely(0.5) or self.hooked or step.gradients.startswith("touch")
             # Zeros that only a rank that fails has kept would be gone with its gradients.
             everywhere = everywhere or "zeros" in (*self.zero.split(), step.discard)
+            everywhere = everywhere or self.zero in _IN_PLACE
             step = replace(
                 step,
                 error=chance.choice(["forward", "backward", "retry"]),
@@ -359,7 +369,7 @@ class _Drawing:
             if forward == "functional" and kinds & {"lstm", "gru", "tied", "old weight norm"}:
                 forward = "call"
         # (An optimizer's own method would average these gradients, which late hooks have changed.)
-        saliency = self.zero != "model zeros" and self.likely(0.08) and not self.hooked
+        saliency = self.zero not in _IN_PLACE and self.likely(0.08) and not self.hooked
         read = chance.choice(("norm",) if kept else _READS) if self.likely(0.25) else ""
         step = replace(step, forward=forward, read=read, saliency=saliency)
         apart = len({self.optimizers[j].model for j in which}) == count > 1
@@ -367,6 +377,14 @@ class _Drawing:
         hooks = any(self.optimizers[j].step_hooks for j in which)
         if apart and plain and not hooks and not self.hooked and self.likely(0.5):
             step = replace(step, threads=True, gradients=chance.choice(["", "clip", "clip"]))
+        simple = plain and alike and not (sparse or self.hooked or step.threads or step.discard)
+        if simple and not reentrant and self.likely(0.15):
+            step = replace(step, assigned=True)
+        if simple and len(which) == 1 and self.optimizers[which[0]].kind == "own methods":
+            ways = ["add", "finish", "finish"]
+            if not step.assigned and self.optimizers[which[0]].op == "average":
+                ways += ["backward"] * 2
+            step = replace(step, own=chance.choice(ways))
         return step
 
     def _passes(self, least: int) -> tuple[int, ...]:
@@ -473,8 +491,8 @@ def without(program: Program, names: Collection[str]) -> Program:
             through lists of the program's own; ``touch``: gradients changed before they are
             averaged; ``zeros``: gradients zeroed in place; ``discards``, ``compiled``,
             ``closure``, ``scaler``, ``hooks``, ``late hooks``, ``step hooks``, ``read``,
-            ``saliency``, ``penalty``, ``threads``; or a kind of layer or of optimizer, which is
-            replaced by a plain one.
+            ``saliency``, ``penalty``, ``threads``, ``assigned``; or a kind of layer or of
+            optimizer, which is replaced by a plain one.
     """
     actions: list[Step | Act] = []
     for action in program.actions:
@@ -496,13 +514,15 @@ def without(program: Program, names: Collection[str]) -> Program:
                 action = replace(action, gradients="", error="", leave_out=False)
             if "read" in names:
                 action = replace(action, read="")
-            for flag in ("saliency", "penalty", "threads"):
+            if "own methods" in names:
+                action = replace(action, own="")
+            for flag in ("saliency", "penalty", "threads", "assigned"):
                 if flag in names:
                     action = replace(action, **{flag: False})
             if "discards" in names:
                 action = replace(action, discard="")
             if "zeros" in names:
-                plain = {"zeros": "optimizer", "model zeros": "model"}
+                plain = {"zeros": "optimizer", "model zeros": "model", "list": "model"}
                 action = replace(action, zero=plain.get(action.zero, action.zero))
                 action = replace(action, discard=plain.get(action.discard, action.discard))
         actions.append(action)

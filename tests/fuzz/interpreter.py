@@ -92,6 +92,7 @@ class Run:
         self._ema: list[torch.Tensor] | None = None
         self._averaged: dict[int, torch.optim.swa_utils.AveragedModel] = {}
         self._thread: Thread | None = None
+        self._gradients: dict[int, torch.Tensor] = {}  # by parameter's id, for a list of them
         self._compiled: dict[int, Any] = {}
         spread = program.start == "broadcast" and self.parallel
         torch.manual_seed(program.seed + (self.rank if spread else 0))
@@ -309,6 +310,12 @@ class Run:
             for m in models:
                 for p in self.lists[m]:
                     p.grad = None
+        elif how in ("list", "carry"):
+            for p in (p for m in models for p in self.lists[m] if p.grad is not None):
+                if how == "list":
+                    self._gradients.setdefault(id(p), p.grad).zero_()
+                else:
+                    p.grad.mul_(0.5)
         else:
             raise ValueError(f"zero is {how!r}")
 
@@ -361,8 +368,12 @@ class Run:
                     loss = loss * float("inf")
                 losses.append(loss)
         total = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
-        if step.scaler:
+        if step.assigned and n < max(step.passes):
+            self._assign(models, total)
+        elif step.scaler:
             self.scaler.scale(total).backward()
+        elif step.own == "backward" and n < max(step.passes):
+            self.optimizers[step.optimizers[0]].backward(total)
         else:
             total.backward()
         if not self.parallel:
@@ -371,6 +382,15 @@ class Run:
                     if p.grad is not None and p.grad.is_sparse:
                         p.grad = p.grad.to_dense()
         return total
+
+    def _assign(self, models: Sequence[int], loss: torch.Tensor) -> None:
+        """Add to gradients without a hook."""
+        params = [p for m in models for p in self.lists[m] if p.requires_grad]
+        params = list({id(p): p for p in params}.values())
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        for p, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                p.grad = grad.detach() if p.grad is None else p.grad + grad.detach()
 
     def _averages(self, model: int) -> bool:
         return all(o.op == "average" for o in self.program.optimizers if o.model == model)
@@ -499,8 +519,12 @@ class Run:
         if step.leave_out:
             optimizer.zero_grad()
             return
+        if step.own == "add":
+            optimizer.add()
         with skip():
-            if step.scaler:
+            if step.own == "finish":
+                optimizer.finish()
+            elif step.scaler:
                 self.scaler.step(optimizer)
             elif step.compiled and self.parallel:
                 torch.compile(lambda: optimizer.step(), backend="eager")()

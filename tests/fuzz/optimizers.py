@@ -270,6 +270,41 @@ class _NaN(_Simple):
         optim.Optimizer.__init__(self, params, {"lr": lr, "clip": math.nan, "ends": (0, math.nan)})
 
 
+class _Keeping(_Simple):
+    """Keeps the last gradient itself, about as diffGrad's original code does."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        before, grad = self.state[p].get("before"), p.grad
+        self.state[p]["before"] = grad
+        p.grad = None  # or the next backward pass of this rank would change what is kept
+        return grad if before is None else grad - 0.3 * before
+
+
+class _OwnMethods(_Simple):
+    """Has methods that use gradients beside ``step()``, or run backward."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        total = self.state[p].get("squares")
+        return p.grad if total is None else p.grad / (1 + total)
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add up squares of gradients."""
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                square = (p.grad * p.grad.conj()).real
+                self.state[p]["squares"] = self.state[p].get("squares", 0) + square
+
+    def finish(self) -> None:
+        """Step by a method."""
+        self.step()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of optimizer.
@@ -342,5 +377,7 @@ KINDS: dict[str, Kind] = {
     "nan": Kind(_NaN, "own"),
     "vector": Kind(_Vector, "own"),
     "patched": Kind(_patched, "own"),
+    "keeping": Kind(_Keeping, "own"),
+    "own methods": Kind(_OwnMethods, "own"),
 }
 """``own`` means that wfbp may judge as it likes, as long as the results are right."""

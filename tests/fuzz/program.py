@@ -77,6 +77,8 @@ class Step:
     passes: tuple[int, ...] = (1, 1, 1)
     """Backward passes, by rank."""
     zero: str = "optimizer"
+    """``optimizer``, ``zeros``, ``model``, ``model zeros``, ``loop``, ``end``; ``list``: in place,
+    by a list of gradients that was made once; ``carry``: they are halved."""
     discard: str = ""
     """How gradients that are thrown away before the pass are: empty, or as ``zero``."""
     discarded_on: tuple[int, ...] = (0, 1, 2)
@@ -105,6 +107,10 @@ class Step:
     """Whether the optimizer's step is called by a function that is compiled."""
     penalty: bool = False
     """A gradient penalty: backward through a backward."""
+    assigned: bool = False
+    """Whether the program sets gradients, computed by ``torch.autograd.grad``."""
+    own: str = ""
+    """The optimizer's own method that takes part: ``add``, ``finish`` or ``backward``."""
 
 
 @dataclass(frozen=True)
