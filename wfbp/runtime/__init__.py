@@ -6,9 +6,9 @@ start no thread and touch no signal, exception hook or MPI; ``init()`` and ``shu
 side effects of imports in the package:
 
 * ``wfbp.native`` loads the C++ extension.
-* ``wfbp.torch`` (``pending``) waits for parameters before a fork and a script function, and
-  registers its parameter class with ``torch.utils._pytree``; (``ending``) completes parameters
-  in ``shutdown()``.
+* ``wfbp.torch`` (``pending``) waits for parameters before a fork, a script function and the making
+  of a script module, and registers its parameter class with ``torch.utils._pytree``; (``ending``)
+  completes parameters in ``shutdown()``.
 * ``import torch`` calls ``wfbp.integrations.torch_backend`` by an entry point, which registers the
   backend ``wfbp`` and puts a handler before PyTorch's own for ``env://``.
 * ``wfbp.torch.distributed`` serves ``wfbp://`` and ``env://`` and replaces two functions of

@@ -563,7 +563,7 @@ class OptimizerSync:
             if self.reducer.decoupled and self.reducer.profiling:
                 update.flush()  # nothing travels where compute is measured
             elif self.reducer.decoupled:
-                update.pending.wait_for_shared()
+                update.pending.leave()
 
     def compare_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise unless all ranks pass equal further arguments to ``step()``; a collective if this

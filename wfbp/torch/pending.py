@@ -2,12 +2,16 @@
 
 After a decoupled step parameters are gathered while the program continues. One that has not arrived
 has the class :class:`Pending`. Two things bring it back to ``nn.Parameter``, after a wait: a hook
-before the forward of the module that owns it, and ``__torch_function__`` for every other use.
+before the forward of its module, and ``__torch_function__`` for every other use.
 
-Reads that neither of them notices must not meet a parameter under way. So ``step()`` waits for all
-of them if their memory has another user (a view, a NumPy array, another process). It waits in
-every step (:meth:`PendingParameters.stop`) once a second thread reads a parameter or
-``torch.compile`` uses them. A process is forked when everything has arrived.
+Reads that neither of them notices must not meet a parameter under way. So ``step()`` waits
+
+* until hooks have seen every parameter, because tensor subclasses may hide other reads;
+* whenever a parameter has another user: a view, a NumPy array, another process, TorchScript;
+* in every step (:meth:`PendingParameters.stop`) once a second thread reads a parameter or
+  ``torch.compile`` uses them.
+
+A process is forked, and a script module is made, when everything has arrived.
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree
@@ -30,6 +36,7 @@ from wfbp.runtime import signals
 log = logging.getLogger("wfbp")
 
 _storage_uses: Any = torch._C._storage_Use_Count
+_uses: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 under_way: dict[int, tuple[PendingParameters, int]] = {}
 """By the id of a parameter that has not arrived: who brings it, and its index there. It keeps both
@@ -82,7 +89,7 @@ def await_all(stop: str = "", of_any: bool = False) -> None:
 
 
 # Some code takes tensors in C++, without asking __torch_function__: forked processes, torch.func,
-# and script functions.
+# and TorchScript.
 os.register_at_fork(before=partial(await_all, of_any=True))
 
 
@@ -98,16 +105,21 @@ _pytree.register_pytree_node(
     serialized_type_name=f"{__name__}.Pending",
 )
 
-_script_function: Any = torch.jit.ScriptFunction
-_call_script = _script_function.__call__
+
+def _waiting(function: Any) -> Any:
+    @wraps(function)
+    def wait_and_call(*args: Any, **kwargs: Any) -> Any:
+        await_all()
+        return function(*args, **kwargs)
+
+    return wait_and_call
 
 
-def _wait_and_call_script(self: object, *args: object, **kwargs: object) -> Any:
-    await_all()
-    return _call_script(self, *args, **kwargs)
-
-
-_script_function.__call__ = _wait_and_call_script
+_script_kinds: Any = torch.jit.ScriptFunction, torch._C.ScriptMethod
+for _kind in _script_kinds:
+    _kind.__call__ = _waiting(_kind.__call__)
+_recursive: Any = torch.jit._recursive
+_recursive.create_script_module = _waiting(_recursive.create_script_module)
 
 
 def _compiling(*_: object) -> None:
@@ -115,14 +127,36 @@ def _compiling(*_: object) -> None:
     await_all("torch.compile reads them", of_any=True)
 
 
+_called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules whose forward hooks have seen."""
+_looking: weakref.WeakSet[PendingParameters] = weakref.WeakSet()
+"""Those that have waited because hooks had not seen some of their parameters."""
+_hook: list[Any] = []
+
+
+def _own(module: nn.Module) -> Iterator[torch.Tensor | None]:
+    """The parameters that a module's forward may read without calling another module."""
+    yield from module._parameters.values()
+    for child in module._modules.values():  # such as ParameterList
+        if child is not None and child not in _called:
+            yield from _own(child)
+
+
 def _before_forward(module: nn.Module, inputs: object) -> None:
+    if not under_way and not _looking:
+        while _hook:
+            _hook.pop().remove()
+        return
     functorch: Any = torch._C._functorch
-    if isinstance(module, torch.jit.ScriptModule) or functorch.peek_interpreter_stack() is not None:
-        await_all()  # it reads parameters of its submodules in C++; or has wrapped them already
-    else:
-        for param in module._parameters.values():
-            if type(param) is Pending:
-                _await_param(param)
+    if functorch.peek_interpreter_stack() is not None:
+        await_all()  # it has wrapped them already
+    _called.add(module)
+    own = list(_own(module))
+    for pending in list(_looking):
+        pending.note_seen(own)
+    for param in own:
+        if type(param) is Pending:
+            _await_param(param)
 
 
 class PendingParameters:
@@ -147,9 +181,13 @@ class PendingParameters:
         self._left: dict[int, int] = {}
         """By index, in the order of arrival, the number of the message that brings it."""
         self._thread = 0
-        self._hook: Any = None
         self._layout: tuple[list[int], list[int]] = [], []
         self._storages: dict[int, StorageWeakRef] = {}
+        self._nodes: dict[int, Any] = {}
+        """By index, the node of autograd that adds to the gradient; it refers to the parameter."""
+        self._numbers = {id(p): k for k, p in enumerate(params)}
+        self._seen: set[int] = set()
+        """Indices of parameters that a module's hook waits for."""
         self._stopped = False
         self._failure: BaseException | None = None
 
@@ -164,7 +202,7 @@ class PendingParameters:
     def begin(
         self, indices: Sequence[int], groups: Sequence[Sequence[int]], addresses: Sequence[int]
     ) -> None:
-        """Make these parameters pending. The tensors of a group arrive together, groups in order;
+        """These parameters are under way. The tensors of a group arrive together, groups in order;
         ``addresses`` are those of all parameters. The caller keeps one alias of each."""
         with self._lock:
             self._thread = threading.get_ident()
@@ -177,33 +215,57 @@ class PendingParameters:
                     self._left[index] = number
                     if hasattr(self._params[index], "_dynamo_static_input_type"):
                         self.stop("torch.compile reads them")
-            if self._left and not self._stopped:
-                for index in self._left:
-                    under_way[id(self._params[index])] = self, index
-                    self._params[index].__class__ = Pending
-                self._hook = register_module_forward_pre_hook(_before_forward)
-                # torch._dynamo.reset() makes it forget those that it calls.
-                from torch._dynamo.callback import callback_handler
-
-                if _compiling not in callback_handler.start_callbacks:
-                    callback_handler.register_start_callback(_compiling)
 
     def _look_at_memory(self, indices: Sequence[int]) -> None:
         storages = [self._params[k].untyped_storage() for k in indices]
         held = [StorageWeakRef(s) for s in storages]  # type: ignore[no-untyped-call]
         self._storages = {storage.cdata: storage for storage in held}
+        self._nodes.clear()
         if len(self._storages) < len(indices) or any(
             p.device.type == "cpu" and p.is_shared()  # type: ignore[no-untyped-call]
             for p in self._params
         ):
             self.stop("their memory is shared")
 
-    def wait_for_shared(self) -> None:
-        """Wait for all where reads could not be noticed, at the end of ``step()``."""
-        if self._left and (
-            self._stopped or set(map(_storage_uses, self._storages)) != {_USES_OF_TWO}
-        ):
+    def leave(self) -> None:
+        """The end of ``step()``: leave parameters pending, or wait for all where reads could not be
+        noticed."""
+        if not self._left:
+            return
+        seen = self._seen.issuperset(self._left)
+        if self._stopped or not seen or self._have_other_users():
             self.wait_all()
+            if seen or self._stopped:
+                return
+            _looking.add(self)
+        else:
+            _looking.discard(self)
+            for index in self._left:
+                under_way[id(self._params[index])] = self, index
+                self._params[index].__class__ = Pending
+        if not _hook:
+            _hook.append(register_module_forward_pre_hook(_before_forward))
+        # torch._dynamo.reset() makes it forget those that it calls.
+        from torch._dynamo.callback import callback_handler
+
+        if _compiling not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(_compiling)
+
+    def _have_other_users(self) -> bool:
+        """Whether C++ code, such as a script module, holds a parameter, or anything its memory."""
+        if set(map(_storage_uses, self._storages)) != {_USES_OF_TWO}:
+            return True
+        params, nodes = self._params, self._nodes
+        for index in self._left:
+            if index not in nodes and params[index].requires_grad:
+                nodes[index] = get_gradient_edge(params[index]).node
+            if _uses(params[index]) > 1 + (index in nodes):
+                return True
+        return False
+
+    def note_seen(self, params: Iterable[object]) -> None:
+        """A hook waits before these parameters are read."""
+        self._seen.update(k for p in params if (k := self._numbers.get(id(p))) is not None)
 
     def stop(self, why: str) -> None:
         """From now on nothing is pending after ``step()``."""
@@ -263,9 +325,6 @@ class PendingParameters:
             param = self._params[index]
             if under_way.pop(id(param), None) is not None:
                 param.__class__ = nn.Parameter
-        if not self._left and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
 
 def _uses_of_two() -> int:

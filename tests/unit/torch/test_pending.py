@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, List  # noqa: UP035 - TorchScript needs it
 
 import pytest
 
@@ -43,11 +43,23 @@ class Arrivals:
             values[:] = [1.0] * len(values)
 
 
+class Holder(nn.Module):
+    """A module whose parameters are in a list, and read by a function."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(params)
+
+    def forward(self, read: Callable[[Any], Any] = len) -> Any:
+        return read(self.held)
+
+
 class Step:
     """Some parameters that are pending, each with a tensor that its optimizer keeps of it."""
 
     def __init__(self, *shapes: Sequence[int], params: list[Any] | None = None) -> None:
         self.params = params or [nn.Parameter(torch.zeros(*shape)) for shape in shapes]
+        self.module = Holder(self.params)
         self.arrivals = Arrivals(self.params)
         self.pending = PendingParameters(
             self.params, self.arrivals.wait, self.arrivals.complete, "SGD"
@@ -57,10 +69,19 @@ class Step:
     def take(self) -> None:
         if not self.kept:
             self.kept = [p.detach() for p in self.params]
+            self.finish()
+            assert not self.pending, "no hook has seen its parameters"
+            self.module()
+            self.arrivals.awaited.clear()
+            for kept in self.kept:
+                kept.zero_()
+        self.finish()
+
+    def finish(self) -> None:
         indices = list(range(len(self.params)))
         addresses = [p.data_ptr() for p in self.params]
         self.pending.begin(indices, [[k] for k in indices], addresses)
-        self.pending.wait_for_shared()
+        self.pending.leave()
 
 
 def saved(param: Any) -> Any:
@@ -139,15 +160,112 @@ def test_what_arrives_together_is_put_back_together_and_nothing_else() -> None:
 
 def test_modules_wait_for_their_own_parameters() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    step = Step()
-    step.params = list(model.parameters())
-    step.arrivals.params = step.params
-    step.pending = PendingParameters(step.params, step.arrivals.wait, step.arrivals.complete, "SGD")
+    step = Step(params=list(model.parameters()))
+    step.take()
+    step.pending.wait_all()
+    model(torch.ones(1, 3))  # from here on each layer waits, not the model
     step.take()
     model[0](torch.ones(1, 3))
     assert [type(p) is Pending for p in step.params] == [False, False, True, True]
     assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 2), 13.0))
     assert not step.pending
+
+
+class Hiding(torch.Tensor):
+    """Takes part in operations without asking the classes of other tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_module_waits_for_modules_within_it_that_are_not_called() -> None:
+    inputs = torch.ones(2, 3).as_subclass(Hiding)
+    step = Step((3, 2), (3,))
+    step.take()
+    assert step.pending
+    found = step.module(lambda held: inputs @ held[0])
+    assert torch.equal(found, torch.full((2, 2), 3.0))
+
+
+def test_parameters_that_no_module_waits_for_are_never_pending() -> None:
+    inputs = torch.ones(2, 3).as_subclass(Hiding)
+    step = Step((3, 2), (3,))
+    step.kept = [p.detach() for p in step.params]
+    step.module = Holder(step.params[1:])  # its forward reads the first from elsewhere
+    for _ in range(3):
+        for kept in step.kept:
+            kept.zero_()
+        step.finish()
+        assert not step.pending
+        assert torch.equal(step.module(lambda _: inputs @ step.params[0]), torch.full((2, 2), 3.0))
+
+
+class Affine(nn.Module):
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.weight, self.bias = params
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+    @torch.jit.export
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * (x @ self.weight + self.bias)
+
+
+def reloaded(module: Any) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+SCRIPTS: dict[str, Callable[[nn.Module], Callable[[torch.Tensor], Any]]] = {
+    "call": torch.jit.script,
+    "method": lambda m: torch.jit.script(m).double,
+    "function": lambda m: lambda x: torch.jit.script(m)._c._get_method("forward")(x),
+    "deepcopy": lambda m: copy.deepcopy(torch.jit.script(m)),
+    "save": lambda m: reloaded(torch.jit.script(m)),
+    "trace": lambda m: torch.jit.trace(m, torch.ones(1, 2)),
+    "within": lambda m: nn.Sequential(torch.jit.script(m)),
+    "freeze": lambda m: torch.jit.freeze(torch.jit.script(m.eval())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_read_what_has_arrived(name: str) -> None:
+    """Made while parameters are pending, or before."""
+    inputs, wanted = torch.ones(1, 2), 3.0 * (1 + (name == "method"))
+    step = Step((2, 3), (3,))
+    model = Affine(step.params)
+    step.take()
+    assert step.pending
+    read = SCRIPTS[name](model)
+    assert torch.equal(read(inputs), torch.full((1, 3), wanted))
+    script = torch.jit.script(model)
+    for p in step.params:
+        p.data.zero_()
+    step.take()
+    assert not step.pending, "a script module holds them"
+    assert torch.equal(reloaded(script)(inputs), torch.full((1, 3), 3.0))
+    del script, read
+    torch.jit._state._clear_class_state()  # type: ignore[attr-defined]
+    step.take()
+    step.pending.wait_all()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_script_functions_wait_for_their_arguments() -> None:
+    @torch.jit.script
+    def total(tensors: List[torch.Tensor]) -> torch.Tensor:  # noqa: UP006
+        return tensors[0].sum()
+
+    step = Step((4,))
+    step.take()
+    assert total(step.params) == 4.0
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import itertools
 import math
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +31,7 @@ from tests.parallel.programs.torch.training import (
     pair,
     same,
     square,
+    step_both,
 )
 from wfbp.errors import DisagreementError
 from wfbp.runtime import process
@@ -1661,3 +1664,112 @@ def shown_process_set() -> None:
         thread.join(20.0)
     assert not hangs, "repr() on rank 0 alone waits for the other ranks"
     assert known.ranks == list(range(wfbp.size()))
+
+
+class Encoder(nn.Module):
+    """Two layers, of which the first is also of use by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner, self.outer = nn.Linear(5, 64), nn.Linear(64, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.outer(torch.tanh(self.inner(x))))
+
+    @torch.jit.export
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def reloaded(script: Any, x: torch.Tensor) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(script, file)
+    file.seek(0)
+    return torch.jit.load(file)(x)  # type: ignore[no-untyped-call]
+
+
+SCRIPT_READS: list[tuple[Callable[[Any, torch.Tensor], Any], Any]] = [
+    (lambda script, x: script(x), Encoder.forward),
+    (lambda script, x: script.encode(x), Encoder.encode),
+    (lambda script, x: script.forward(x), Encoder.forward),
+    (lambda script, x: copy.deepcopy(script)(x), Encoder.forward),
+    (reloaded, Encoder.forward),
+]
+"""Ways to read a script module, and the method of the model whose result each must have."""
+
+
+@check
+def script_modules() -> None:
+    """Made before or after wrapping, or of a part; read right after a step, and trained."""
+    x = torch.ones(4, 5, dtype=torch.float64)
+    for sharding, made in itertools.product((None, False), ("before", "after", "part", "late")):
+        model, reference = Encoder(), Encoder()
+        trained: Any = model
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            script: Any = torch.jit.script(model)
+            if made in ("before", "late"):
+                trained = script if made == "before" else model
+            elif made == "part":
+                model.inner = torch.jit.script(model.inner)
+            optimizer = wfbp.DistributedOptimizer(
+                momentum(trained.parameters()), optimizer_sharding=sharding
+            )
+            plain = momentum(reference.parameters())
+            if made == "after":
+                trained = script = torch.jit.script(model)
+            for step in range(STEPS + 2):
+                if made == "late":
+                    script = None  # nothing but the model holds the parameters during the step
+                step_both(trained, optimizer, reference, plain, step)
+                if made == "late":
+                    script = torch.jit.script(model)
+                read, wanted = SCRIPT_READS[step % len(SCRIPT_READS)]
+                with torch.no_grad():
+                    same(read(script, x), wanted(reference, x), f"{made}, step {step}", 1e-9)
+
+
+class Jagged(nn.Module):
+    """Multiplies jagged tensors, which hide their operands from other classes."""
+
+    def __init__(self, params: list[nn.Parameter], owned: bool) -> None:
+        super().__init__()
+        self.weights: Any = nn.ParameterList(params) if owned else tuple(params)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return torch.as_tensor(x.values())
+
+
+@check
+def jagged_tensors() -> None:
+    """Their weights are in a list, or belong to no module."""
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        rows = [data(step, rank, 2, 5), data(step + 50, rank, 3, 5)]
+        model(torch.nested.nested_tensor(rows, layout=torch.jagged)).square().mean().backward()
+
+    for sharding, owned in itertools.product((None, False), (True, False)):
+        torch.manual_seed(2)
+        params = [nn.Parameter(torch.randn(5, 5).double()) for _ in range(4)]
+        copies = [nn.Parameter(p.detach().clone()) for p in params]
+        models = Jagged(params, owned), Jagged(copies, owned)
+        plain = momentum(copies)
+        optimizer = wfbp.DistributedOptimizer(momentum(params), optimizer_sharding=sharding)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(models[0], wfbp.rank(), step)
+            optimizer.step()
+            plain.zero_grad()
+            for rank in range(wfbp.size()):
+                backward(models[1], rank, step)
+            for q in copies:
+                assert q.grad is not None
+                q.grad.div_(wfbp.size())
+            plain.step()
+            if step % 3 == 2:
+                for p, q in zip(params, copies, strict=True):
+                    same(p.detach(), q.detach(), f"owned: {owned}, step {step}", 1e-9)
