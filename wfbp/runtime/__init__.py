@@ -6,6 +6,8 @@ start no thread and touch no signal, exception hook or MPI; ``init()`` and ``shu
 side effects of imports in the package:
 
 * ``wfbp.native`` loads the C++ extension.
+* ``wfbp.comm.mpi.shm_memory`` registers a hook that maps this rank's memory anew in forked
+  processes.
 * ``wfbp.torch`` (``pending``) waits for parameters before a fork, a script function and the making
   of a script module, and registers its parameter class with ``torch.utils._pytree``; (``ending``)
   completes parameters in ``shutdown()``.

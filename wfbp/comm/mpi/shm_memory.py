@@ -73,6 +73,10 @@ def open_map(process: int, file: int, token: bytes, mine: bool) -> mmap.mmap:
             raise other
         access = mmap.PROT_READ | (mmap.PROT_WRITE if mine else 0)
         mapped = mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=access)
+        if mine:
+            file = os.dup(descriptor)
+            weakref.finalize(mapped, os.close, file).atexit = False
+            _shared_with_forks.append((weakref.ref(mapped), file))
     finally:
         os.close(descriptor)
     # A core dump would touch, and so allocate, as much memory as the machine has.
@@ -88,13 +92,43 @@ def open_map(process: int, file: int, token: bytes, mine: bool) -> mmap.mmap:
 def discard(mapped: mmap.mmap, start: int, nbytes: int) -> None:
     """Free bytes that are no longer used: punch a hole in the file."""
     # ``mmap.madvise`` would hold up all threads meanwhile, for a fraction of a second per GiB.
-    address = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
-    place, size = ctypes.c_void_p(address + start), ctypes.c_size_t(nbytes)
+    place, size = ctypes.c_void_p(_address(mapped) + start), ctypes.c_size_t(nbytes)
     if ctypes.CDLL(None, use_errno=True).madvise(place, size, mmap.MADV_REMOVE):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
+def _address(mapped: mmap.mmap) -> int:
+    return int(np.frombuffer(mapped, np.uint8).__array_interface__["data"][0])
+
+
+_shared_with_forks: list[tuple[weakref.ref[mmap.mmap], int]] = []
+"""This rank's memories, each with its file; empty in a forked process."""
+
+
+def _copy_on_write() -> None:
+    """In a forked process, map this rank's memory anew: what it writes stays its own."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+    while _shared_with_forks:  # a process that this one forks must not lose what it has written
+        held, file = _shared_with_forks.pop()
+        mapped = held()
+        if mapped is not None:
+            place = _address(mapped)
+            if library.mmap(place, len(mapped), access, flags, file, 0) != place:
+                number = ctypes.get_errno()
+                raise OSError(
+                    number, f"memory of a rank in a forked process: {os.strerror(number)}"
+                )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_copy_on_write)
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _TOKEN_BYTES = 16
 _WITHDRAWN_WORD = 8
 """Word of the header, in a cache line separate from the token."""
@@ -135,7 +169,7 @@ class SharedMemory:
         self._headers = [whole[:HEADER_BYTES].view(np.int64) for whole in self._whole]
         self._rank = rank
         self._map: mmap.mmap | None = maps[rank]
-        self._address: int = self._whole[rank].__array_interface__["data"][0]
+        self._address = _address(maps[rank])
         self._nbytes = len(maps[rank])
         self._free_list = FreeList(HEADER_BYTES, self._nbytes)
         self._lock = Lock()

@@ -8,6 +8,7 @@ import gc
 import io
 import itertools
 import math
+import os
 import threading
 import time
 import warnings
@@ -33,7 +34,7 @@ from tests.parallel.programs.torch.training import (
     square,
     step_both,
 )
-from wfbp.errors import DisagreementError
+from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import process
 from wfbp.torch.joining import join
 from wfbp.torch.pending import Pending
@@ -1773,3 +1774,65 @@ def jagged_tensors() -> None:
             if step % 3 == 2:
                 for p, q in zip(params, copies, strict=True):
                     same(p.detach(), q.detach(), f"owned: {owned}, step {step}", 1e-9)
+
+
+def forked(act: Callable[[], None]) -> None:
+    """Run in a forked process, which must succeed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX and newer Pythons warn of forks beside threads
+        child = os.fork()
+    if not child:
+        code = 1
+        try:
+            act()
+            code = 0
+        except BaseException as error:
+            print(f"forked process: {type(error).__name__}: {error}", flush=True)
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0, "the forked process failed"
+
+
+@check
+def forked_processes() -> None:
+    """They train a copy: neither this rank nor a process between both sees what they write."""
+    model, reference = pair()
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), model.named_parameters())
+    plain = momentum(reference.parameters())
+    results = [wfbp.allreduce(torch.ones(5000)), wfbp.allgather(torch.ones(5000))]
+
+    def seen() -> list[torch.Tensor]:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return [t.detach().clone() for t in (*grads, *model.parameters(), *results)]
+
+    def unchanged(before: list[torch.Tensor], where: str) -> None:
+        for k, (now, then) in enumerate(zip(seen(), before, strict=True)):
+            same(now, then, f"{where}: tensor {k}")
+
+    def child() -> None:
+        for step in range(2):
+            square(model, wfbp.rank(), step)
+        mine = momentum(copy.deepcopy(model).parameters())
+        mine.step()
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *results):
+                tensor.add_(1.0)
+        before = seen()
+        forked(grandchild)
+        unchanged(before, "forked process")
+        raises(WfbpError, "only its parent can communicate", act=optimizer.step)
+        raises(WfbpError, "only its parent can communicate", act=lambda: wfbp.allreduce(results[0]))
+
+    def grandchild() -> None:
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = None
+        square(model, wfbp.rank(), 7)
+        results[0].zero_()
+
+    for step in range(STEPS):
+        step_both(model, optimizer, reference, plain, step)
+        if step % 3 == 1:
+            before = seen()
+            forked(child)
+            unchanged(before, "rank")
+    equal(model, reference)
