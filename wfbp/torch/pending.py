@@ -142,11 +142,14 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor | None]:
             yield from _own(child)
 
 
+def _unhook() -> None:
+    """Remove the hook of all modules, which has a price, if nobody needs it."""
+    while _hook and not under_way and not _looking:
+        _hook.pop().remove()
+
+
 def _before_forward(module: nn.Module, inputs: object) -> None:
-    if not under_way and not _looking:
-        while _hook:
-            _hook.pop().remove()
-        return
+    _unhook()  # a program may have dropped an optimizer
     functorch: Any = torch._C._functorch
     if functorch.peek_interpreter_stack() is not None:
         await_all()  # it has wrapped them already
@@ -271,6 +274,7 @@ class PendingParameters:
         """From now on nothing is pending after ``step()``."""
         if not self._stopped:
             self._stopped = True
+            _looking.discard(self)
             log.info("%s: step() waits for all parameters from now on: %s", self._name, why)
 
     def wait(self, index: int) -> None:
@@ -325,6 +329,7 @@ class PendingParameters:
             param = self._params[index]
             if under_way.pop(id(param), None) is not None:
                 param.__class__ = nn.Parameter
+        _unhook()
 
 
 def _uses_of_two() -> int:
