@@ -6,7 +6,6 @@ Every function is a collective among the ranks of a reducer.
 from __future__ import annotations
 
 import json
-import logging
 import pickle
 import struct
 import zlib
@@ -16,11 +15,12 @@ from typing import Any
 
 import torch
 
+from wfbp.core.ranks import name_values
 from wfbp.errors import DisagreementError
 from wfbp.runtime.reducer import Reducer
 from wfbp.torch import tensors
 
-log = logging.getLogger("wfbp")
+_MOST_NAMES = 4
 
 
 def sparse_sums(
@@ -74,16 +74,18 @@ def _sum(param: torch.Tensor, parts: Sequence[tuple[Any, Any]], divisor: int) ->
     return total.to(param.dtype).to(param.device).coalesce()
 
 
-def compare_beginnings(
+def differences(
     reducer: Reducer,
     optimizer: torch.optim.Optimizer,
-    params: Sequence[torch.Tensor],
-    is_logger: bool,
-) -> None:
-    """Raise ``DisagreementError`` on every rank unless all have the same hyperparameters; warn if
-    their parameters differ, because a program may still make them equal."""
+    params: Sequence[torch.Tensor],  # which must have the same values on all ranks
+) -> list[DisagreementError]:
+    """How ranks differ before the first step, in their parameters and hyperparameters; the same on
+    every rank."""
     groups = optimizer.param_groups
-    settings: dict[str, Any] = {"the number of parameter groups": len(groups)}
+    settings: dict[str, Any] = {
+        "the number of parameter groups": len(groups),
+        "check_parameters": bool(params),
+    }
     for number, group in enumerate(groups):
         # An optimizer that never called its base class's constructor has no defaults.
         for key in getattr(optimizer, "defaults", {}):
@@ -92,32 +94,36 @@ def compare_beginnings(
     payload, what = json.dumps([settings, marks]).encode(), "comparing learning rates and the like"
     by_rank = [json.loads(text) for text in reducer.exchange(payload, what)]
     first_settings = by_rank[0][0]
-    _warn_of_parameters(reducer, [others for _, others in by_rank], is_logger)
+    problems = _parameters_that_differ(reducer, [others for _, others in by_rank])
     for rank, (theirs, _) in enumerate(by_rank):
         for what in {**first_settings, **theirs}:
             first, other = first_settings.get(what), theirs.get(what)
             if str(first) != str(other):  # as text, because NaN then equals NaN
-                raise DisagreementError(
+                problems.append(
                     f"{reducer.who}: ranks disagree: {what} is {first} on rank 0 and "
                     f"{other} on rank {rank}. Give every rank the same, or rank 0's by "
                     "broadcast_optimizer_state(optimizer, root_rank=0) before the first step"
                 )
+                return list(map(DisagreementError, problems))
+    return list(map(DisagreementError, problems))
 
 
-def _warn_of_parameters(reducer: Reducer, marks: Sequence[Sequence[int]], is_logger: bool) -> None:
-    """Name the first rank whose checksums of parameters differ from rank 0's, if any."""
-    for rank, theirs in enumerate(marks):
+def _parameters_that_differ(reducer: Reducer, marks: Sequence[Sequence[int]]) -> list[str]:
+    """A sentence on checksums of parameters that differ from rank 0's, if all ranks have any."""
+    by_rank: dict[int, str] = {}
+    for rank, theirs in enumerate(marks if all(marks) else []):
         pairs = zip(reducer.specs, marks[0], theirs, strict=True)
-        names = [spec.name for spec, first, other in pairs if first != other]
-        if names and is_logger:
-            more = f" and {len(names) - 1} more tensors" * (len(names) > 1)
-            log.warning(
-                "%s: rank %d starts with different values of %s%s than rank 0, and averages of "
-                "gradients do not make them equal; call wfbp.broadcast_parameters("
-                "model.state_dict(), root_rank=0) before the first step",
-                *(reducer.who, rank, names[0], more),
-            )
-            return
+        if names := [spec.name for spec, first, other in pairs if first != other]:
+            rest = f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
+            by_rank[rank] = ", ".join(names[:_MOST_NAMES]) + rest
+    if not by_rank:
+        return []
+    return [
+        f"{reducer.who}: ranks start with different parameters. These differ from rank 0's: "
+        f"{name_values(by_rank)}. Averages of gradients do not make them equal: call "
+        "wfbp.broadcast_parameters(model.state_dict(), root_rank=0) before the first step. For "
+        "ranks that are to differ, pass check_parameters=False to wfbp.torch.DistributedOptimizer"
+    ]
 
 
 def compare_arguments(reducer: Reducer, arguments: Mapping[str, Any]) -> None:

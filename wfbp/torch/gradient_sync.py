@@ -3,7 +3,7 @@
 :class:`OptimizerSync` ties parameters to a reducer. Hooks announce gradients while backward
 computes; when the step closes, results become ``p.grad``, and the optimizer is updated
 (:class:`wfbp.torch.updates.Update`). :class:`GradientGuard` notices gradients that were changed
-in between. Hyperparameters are compared among ranks before the first update.
+in between. Parameters and hyperparameters are compared among ranks before the first update.
 """
 
 from __future__ import annotations
@@ -222,7 +222,8 @@ class OptimizerSync:
         calls: list[str],  # methods of the optimizer that are running; "" for a closure
         after_backward: Callable[[], None],  # called where such a method has run backward
         sparse_as_dense: bool,
-        on_difference: Callable[[DisagreementError], None],  # of hyperparameters between ranks
+        check_parameters: bool,
+        on_difference: Callable[[DisagreementError], None],  # between ranks, before the first step
         previous: OptimizerSync | None,  # of the same optimizer, on every rank
     ) -> None:
         self.runtime = runtime
@@ -237,6 +238,7 @@ class OptimizerSync:
         self._names = [n for n, _ in named]
         self._params = params = [p for _, p in named]
         self._sparse_as_dense = sparse_as_dense
+        self._check_parameters = check_parameters
         self._on_difference = on_difference
         kind = type(optimizer)
         specs = [tensors.spec(n, p) for n, p in named]
@@ -490,13 +492,12 @@ class OptimizerSync:
                 param.grad = average
 
     def _compare(self) -> None:
-        """Before the first update, compare hyperparameters; a collective."""
+        """Before the first update, compare parameters and hyperparameters; a collective."""
         # After the step's gradients: all ranks must use the backend in the same order.
-        try:
-            is_logger = self.runtime.rank == 0
-            exchanges.compare_beginnings(self.reducer, self.optimizer, self._params, is_logger)
-        except DisagreementError as error:
+        params = self._params if self._check_parameters else []
+        for error in exchanges.differences(self.reducer, self.optimizer, params):
             self._on_difference(error)
+            self.update.replicate()
         self._compared = True
 
     # Steps.

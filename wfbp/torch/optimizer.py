@@ -145,6 +145,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         known: list[tuple[str, torch.Tensor]] | None,  # as the user gave them
         options: ReducerOptions,
         sparse_as_dense: bool,
+        check_parameters: bool = True,
     ) -> None:
         """Take the original's place; a collective."""
         self._wfbp_original = original
@@ -152,6 +153,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_known = known
         self._wfbp_options = options
         self._wfbp_sparse_as_dense = sparse_as_dense
+        self._wfbp_check_parameters = check_parameters
         self._wfbp_skip = False
         self._wfbp_local: list[None] = []  # one entry per no_sync() that the program is in
         self._wfbp_calls: list[str] = []  # methods of the optimizer that run; "" for a closure
@@ -177,6 +179,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 calls=self._wfbp_calls,
                 after_backward=self._wfbp_after_backward,
                 sparse_as_dense=self._wfbp_sparse_as_dense,
+                check_parameters=self._wfbp_check_parameters,
                 on_difference=self._wfbp_differs,
                 previous=previous,
             )

@@ -78,6 +78,13 @@ class Update:
         complete = self._complete if sharding is None else None
         self.pending = PendingParameters(params, reducer.await_tensor, complete, name)
 
+    def replicate(self) -> None:
+        """Before the first update: every rank updates whole parameters, because ranks differ."""
+        self.sharding = None
+        self.pending = PendingParameters(
+            self._params, self._reducer.await_tensor, self._complete, self._name
+        )
+
     def flush(self) -> None:
         """Wait until every parameter is up to date, and all that was gathered has arrived."""
         self.pending.wait_all()

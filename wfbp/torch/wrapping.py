@@ -53,13 +53,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     schedule: str | None = None,
     threshold_bytes: int | None = None,
     optimizer_sharding: bool | None = None,
+    check_parameters: bool = True,
 ) -> DistributedOptimizerBase:
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
 
     The result is an instance of the optimizer's own class, and has all its attributes; use it
     instead of the original, also for learning-rate schedulers. With more than one rank, the
     original's own ``step()`` is an error from here on. Every rank must call this, for the same
-    parameters in the same order.
+    parameters in the same order. The first step raises if their values differ between ranks: call
+    :func:`broadcast_parameters` before it.
 
     The optimizer takes its ordinary step with whole averaged gradients, unless it treats every
     element by itself, as SGD, Adam and most of PyTorch's do. Those can update shards, and be
@@ -97,6 +99,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             state and on settings in its group alone. State is kept in ``self.state[p]``, in tensors
             of the shape of ``p`` and in numbers. ``step()`` may be called for some parameters or
             parts of them, and changes nothing else.
+        check_parameters: whether the first step raises ``DisagreementError`` unless parameters have
+            the same values on all ranks. False is for programs whose ranks are to differ: every
+            rank then updates all.
 
     Returns:
         The distributed optimizer.
@@ -132,6 +137,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         schedule=schedule,
         threshold_bytes=threshold_bytes,
         optimizer_sharding=optimizer_sharding,
+        check_parameters=check_parameters,
     )
 
 
@@ -158,6 +164,7 @@ def distribute(
     schedule: str | None,
     threshold_bytes: int | None,
     optimizer_sharding: bool | None,
+    check_parameters: bool = True,
 ) -> DistributedOptimizerBase:
     """As :func:`DistributedOptimizer`, by a class derived from ``base``; ``runtime`` is None on a
     rank that steps alone."""
@@ -173,6 +180,11 @@ def distribute(
     sharding = optimizer_sharding
     if not any(sharding is value for value in (True, False, None)):
         raise ValueError(f"optimizer_sharding is {sharding!r}; expected True, False or None")
+    if sharding and not check_parameters:
+        raise ValueError(
+            "optimizer_sharding is True and check_parameters is False: ranks that share the update "
+            "must have the same parameters"
+        )
     known = None if named_parameters is None else named_pairs(named_parameters)
     name = type(optimizer).__name__
     options = ReducerOptions(
@@ -197,12 +209,15 @@ def distribute(
         options = replace(options, decouples=False, schedule=planner)
     elif sharding is None:
         # Averages travel in 16 bits; updated parameters could not.
-        sharding = not (options.wire_dtype and any(p.element_size() > 2 for p in params))
+        narrow = bool(options.wire_dtype) and any(p.element_size() > 2 for p in params)
+        sharding = check_parameters and not narrow
     options = replace(options, sharded_update=bool(sharding) and not why)
     if isinstance(optimizer, optim.SparseAdam):
         sparse_as_dense = False  # it takes no dense gradients
     made = type(name, (base, type(optimizer)), {})
-    wrapped: DistributedOptimizerBase = made(runtime, optimizer, known, options, sparse_as_dense)
+    wrapped: DistributedOptimizerBase = made(
+        runtime, optimizer, known, options, sparse_as_dense, check_parameters
+    )
     return wrapped
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import wfbp
+import wfbp.horovod.torch as hvd
 import wfbp.torch
 import wfbp.torch.distributed
 from tests.parallel.programs.harness import Checks, raises
@@ -58,24 +60,39 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 
 @check
 def parameters_that_were_not_broadcast() -> None:
-    """A warning, since a program may make them equal later; the first rank gives it."""
-    for differs in (False, True):
-        p = nn.Parameter(torch.full((3,), float(differs and odd())))
-        optimizer = wrap([("first", parameter(2)), ("p", p)])
-        warned: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record, warned=warned: warned.append(record.getMessage())  # type: ignore[method-assign, misc]
-        logging.getLogger("wfbp").addHandler(handler)
-        try:
+    """An error of the first step on every rank, unless the program says that they differ."""
+
+    def step(act: Callable[[Any], Any], **options: Any) -> Any:
+        named = [(f"p{k}", nn.Parameter(torch.full((3,), float(odd())))) for k in range(6)]
+        optimizer = wrap([("first", parameter(2)), *named], **options)
+        for _, p in named:
+            p.sum().backward()
+        act(optimizer)
+        return optimizer
+
+    found = f"{last()}: p0, p1, p2, p3 and 2 more. "
+    parts = "These differ from rank 0's: " + found, "call wfbp.broadcast_parameters("
+    for act in (lambda o: o.step(), lambda o: o.synchronize(), lambda o: o.clip_grad_norm_(1.0)):
+        raises(DisagreementError, *parts, act=lambda act=act: step(act))
+    for schedule in ("oasr", "independent"):
+        optimizer = step(lambda o: o.step(), check_parameters=False, schedule=schedule)
+        shares = [p.tolist() for group in optimizer.param_groups for p in group["params"]]
+        wanted = (torch.tensor(float(odd())) - 0.1).tolist()
+        assert shares[1:] == [[wanted] * 3] * 6, shares
+    options = {"check_parameters": odd(), "optimizer_sharding": False}
+    differ = functools.partial(step, lambda o: o.step(), **options)
+    raises(DisagreementError, "check_parameters is False on rank 0", act=differ)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        p = nn.Parameter(torch.full((50,), float(odd())))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), schedule="independent")
+        for _ in range(8):
+            optimizer.zero_grad()
             p.sum().backward()
             optimizer.step()
-        finally:
-            logging.getLogger("wfbp").removeHandler(handler)
-        found = [text for text in warned if "starts with different values" in text]
-        assert len(found) == (differs and wfbp.rank() == 0), warned
-        for text in found:
-            assert f"{last()} starts with different values of p than rank 0" in text, text
-            assert "wfbp.broadcast_parameters(" in text, text
+    assert p.tolist() == [float(odd()) - 8.0] * 50, p  # each its own, as under Horovod
+    texts = [str(w.message) for w in warned]
+    assert any("start with diff" in t and "broadcast_parameters(" in t for t in texts), texts
 
 
 # Tensors of an optimizer.
