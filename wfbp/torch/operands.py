@@ -1,8 +1,8 @@
 """PyTorch's tensors in named operations, and derivatives.
 
-Differentiation follows Horovod. If the tensor of any rank requires a gradient, the results of all
-ranks do: all have to take part in backward. The gradient of a sum over ranks is the sum of the
-ranks' gradients, that of an average, of gathered rows and of a broadcast their average.
+If the tensor of any rank requires a gradient, the results of all ranks do: all have to take part in
+backward. Gradients are those of the sum of all ranks' losses, as in ``torch.distributed.nn`` and
+``wfbp.jax``. Horovod's interface divides some by the number of ranks (``averages_gradients``).
 """
 
 from __future__ import annotations
@@ -76,10 +76,12 @@ def perform(
     *,
     compression: type[Compressor] = Compression.none,
     process_set: ProcessSet = global_process_set,
+    averages_gradients: bool = False,
     **options: Any,
 ) -> Any:
     """Carry out a function of ``wfbp.torch.collectives`` on a tensor, or on several; ``options``
-    are the other arguments of :func:`wfbp.runtime.collectives.operands.make_operation`."""
+    are the other arguments of :func:`wfbp.runtime.collectives.operands.make_operation`.
+    ``averages_gradients``: as Horovod differentiates."""
     differentiates = form.waits and not form.in_place
     splits = options.get("splits")
 
@@ -102,7 +104,9 @@ def perform(
                     # On all ranks, also those whose own tensor needs no gradient: all must take
                     # part in backward, where they find each other by the operation's name.
                     anchor = torch.zeros((), requires_grad=True)
-                    gradient = partial(_gradient, request, outcome, process_set, compression)
+                    gradient = partial(
+                        _gradient, request, outcome, process_set, compression, averages_gradients
+                    )
                     result = Connect.apply(tensor, anchor, [result], gradient)  # type: ignore[no-untyped-call]
             if counts is None:
                 return result
@@ -120,22 +124,31 @@ def _gradient(
     outcome: Outcome,
     process_set: ProcessSet,
     compression: type[Compressor],
+    averages: bool,
     grad: torch.Tensor,
 ) -> torch.Tensor:
     """The gradient of an operation's argument, from that of its result: again an operation."""
     kind, op = request.kind, Op(request.op) if request.op else None
     if op not in (None, Op.AVERAGE, Op.SUM):
         refuse_gradient(op)
-    again: dict[str, Any] = {"name": f"{outcome.name}.gradient", "process_set": process_set}
+    again: dict[str, Any] = {
+        "name": f"{outcome.name}.gradient",
+        "process_set": process_set,
+        "averages_gradients": averages,
+    }
     result: torch.Tensor
     if kind is Kind.ALLTOALL:
         result, _ = perform(FORMS["alltoall"], grad, splits=outcome.rows, **again)
         return result
     if kind is Kind.REDUCESCATTER:
         factor = request.prescale * request.postscale
-        factor *= process_set.size() if op is Op.SUM else 1
+        if averages:
+            factor *= process_set.size() if op is Op.SUM else 1
+        elif op is Op.AVERAGE:
+            factor /= process_set.size()
         result = perform(FORMS["allgather"], grad * factor if factor != 1 else grad, **again)
         return result
+    again["op"] = Op.AVERAGE if averages else Op.SUM
     if kind is Kind.ALLREDUCE:
         again |= {"op": op, "compression": compression}
         again |= {"prescale_factor": request.prescale, "postscale_factor": request.postscale}

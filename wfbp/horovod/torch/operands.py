@@ -52,7 +52,7 @@ def perform(
         return _perform_adasum(form, tensors, name, **options)
     if op is not None or form.kind is Kind.ALLREDUCE:
         options["op"] = Op.AVERAGE if op is None else op
-    return torch_operands.perform(form, tensors, name, **options)
+    return torch_operands.perform(form, tensors, name, averages_gradients=True, **options)
 
 
 def _perform_adasum(

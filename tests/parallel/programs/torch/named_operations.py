@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from mpi4py import MPI
 import wfbp.horovod.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from wfbp.errors import WfbpError
+from wfbp.torch import collectives
 
 check = Checks()
 
@@ -267,8 +269,15 @@ def all_to_all() -> None:
 
 
 @check
-def gradients_as_in_horovod() -> None:
+def gradients_of_operations() -> None:
+    """Those of the sum of all ranks' losses; some are divided by the number of ranks in Horovod."""
+    check_gradients(collectives, 1)
+    check_gradients(wfbp, wfbp.size())
+
+
+def check_gradients(by: Any, divisor: int) -> None:
     rank, size = wfbp.rank(), wfbp.size()
+    share = divisor / size
     weight = float(rank + 1)
     total = sum(range(1, size + 1))
 
@@ -278,30 +287,29 @@ def gradients_as_in_horovod() -> None:
         assert tensor.grad is not None
         return tensor.grad.tolist()
 
-    assert grad_of(lambda t: wfbp.allreduce(t, op=wfbp.Sum)) == [total] * 2
-    assert grad_of(lambda t: wfbp.allreduce(t)) == pytest.approx([total / size] * 2)
-    assert grad_of(lambda t: wfbp.allreduce(t, op=wfbp.Sum, prescale_factor=3)) == [3 * total] * 2
-    assert grad_of(wfbp.allgather) == pytest.approx([total / size] * 2)
-    own = total / size if rank == 0 else 0
-    assert grad_of(lambda t: wfbp.broadcast(t, 0)) == pytest.approx([own] * 2)
-    found = grad_of(lambda t: wfbp.alltoall(t, [1] * size)[0], size)
+    assert grad_of(lambda t: by.allreduce(t, op=wfbp.Sum)) == [total] * 2
+    assert grad_of(lambda t: by.allreduce(t)) == pytest.approx([total / size] * 2)
+    assert grad_of(lambda t: by.allreduce(t, op=wfbp.Sum, prescale_factor=3)) == [3 * total] * 2
+    assert grad_of(by.allgather) == pytest.approx([total / divisor] * 2)
+    own = total / divisor if rank == 0 else 0
+    assert grad_of(lambda t: by.broadcast(t, 0)) == pytest.approx([own] * 2)
+    found = grad_of(lambda t: by.alltoall(t, [1] * size)[0], size)
     assert found == [r + 1.0 for r in range(size)]
-    found = grad_of(lambda t: wfbp.reducescatter(t, op=wfbp.Sum), size)
-    assert found == [size * (r + 1.0) for r in range(size)]
-    assert grad_of(wfbp.reducescatter, size) == [r + 1.0 for r in range(size)]
-    assert (
-        grad_of(lambda t: sum(wfbp.grouped_allreduce([t, 2 * t], op=wfbp.Sum))) == [3 * total] * 2
+    found = grad_of(lambda t: by.reducescatter(t, op=wfbp.Sum), size)
+    assert found == [divisor * (r + 1.0) for r in range(size)]
+    found = grad_of(lambda t: by.reducescatter(t, op=wfbp.Average), size)
+    assert found == pytest.approx([share * (r + 1.0) for r in range(size)])
+    assert grad_of(lambda t: sum(by.grouped_allreduce([t, 2 * t], op=wfbp.Sum))) == [3 * total] * 2
+    assert grad_of(lambda t: torch.cat(by.grouped_allgather([t, t]))) == pytest.approx(
+        [2 * total / divisor] * 2
     )
-    assert grad_of(lambda t: torch.cat(wfbp.grouped_allgather([t, t]))) == pytest.approx(
-        [2 * total / size] * 2
-    )
-    found = grad_of(lambda t: torch.cat(wfbp.grouped_reducescatter([t, t])), size)
-    assert found == [2 * (r + 1.0) for r in range(size)]
+    found = grad_of(lambda t: torch.cat(by.grouped_reducescatter([t, t])), size)
+    assert found == pytest.approx([2 * share * (r + 1.0) for r in range(size)])
     with pytest.raises(RuntimeError, match="has no gradient"):
-        grad_of(lambda t: wfbp.allreduce(t, op=wfbp.Max))
+        grad_of(lambda t: by.allreduce(t, op=wfbp.Max))
     # A second derivative: of the sum over ranks of the cube of the sum over ranks.
     x = torch.tensor([1.0], requires_grad=True)
-    (first,) = torch.autograd.grad(wfbp.allreduce(x, op=wfbp.Sum) ** 3, x, create_graph=True)
+    (first,) = torch.autograd.grad(by.allreduce(x, op=wfbp.Sum) ** 3, x, create_graph=True)
     first.backward()
     assert x.grad is not None
     assert x.grad.tolist() == [6.0 * size**3]
@@ -339,10 +347,10 @@ def contrastive_training() -> None:
     want = encoder.weight.grad
     assert want is not None
     encoder.weight.grad = None
-    loss(wfbp.allgather(encoder(data[2 * rank : 2 * rank + 2]))).backward()
-    # Each rank's loss is that of all data, and its gradient the part that its own features have.
+    loss(collectives.allgather(encoder(data[2 * rank : 2 * rank + 2]))).backward()
+    # Each rank's loss is that of all data. An optimizer averages what its own features have.
     assert encoder.weight.grad is not None
-    found = wfbp.allreduce(encoder.weight.grad, op=wfbp.Sum)
+    found = wfbp.allreduce(encoder.weight.grad)
     assert torch.allclose(found, want, atol=1e-5)
 
 
