@@ -52,7 +52,7 @@ from wfbp.torch.collectives import (
     reducescatter,
     reducescatter_async,
 )
-from wfbp.torch.compiling import compile_backend
+from wfbp.torch.compiling import compile_backend, uncompiled
 from wfbp.torch.compression import Compression
 from wfbp.torch.joining import join
 from wfbp.torch.optimizer import DistributedOptimizerBase
@@ -63,6 +63,9 @@ from wfbp.torch.state import (
 )
 from wfbp.torch.tensors import set_local_device
 from wfbp.torch.wrapping import DistributedOptimizer
+
+for _function in (allgather_object, barrier, broadcast_object, poll, synchronize):
+    uncompiled(_function)
 
 Average = Op.AVERAGE
 Sum = Op.SUM

@@ -19,6 +19,7 @@ from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.collectives import allreduce
+from wfbp.torch.compiling import uncompiled
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -65,6 +66,7 @@ class SyncBatchNorm(_BatchNorm):
         if process_set is not global_process_set:
             self.process_set = process_set
 
+    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
         """The input, normalised."""
         self._check_input_dim(input)

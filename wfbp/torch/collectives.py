@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from wfbp.runtime.collectives import forms
 from wfbp.runtime.collectives.forms import Form, Parameters
+from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import Compression
 from wfbp.torch.operands import perform
 
@@ -28,4 +29,5 @@ _EXAMPLES = {
 }
 
 __all__ = [*forms.FORMS]
-globals().update(forms.make_functions(__name__, parameters, perform, "", _EXAMPLES))
+_made = forms.make_functions(__name__, parameters, perform, "", _EXAMPLES)
+globals().update({name: uncompiled(function) for name, function in _made.items()})

@@ -21,6 +21,7 @@ from wfbp.runtime.collectives.forms import FORMS, Form
 from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.operands import Operand
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.tensors import NAMES as TENSOR_NAMES
 from wfbp.torch.tensors import check, on_host, raw, resolved
@@ -69,6 +70,7 @@ def note_change(tensor: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
+@uncompiled
 def perform(
     form: Form,
     tensors: Any,

@@ -1836,3 +1836,49 @@ def forked_processes() -> None:
             forked(child)
             unchanged(before, "rank")
     equal(model, reference)
+
+
+@check
+def operations_in_compiled_code() -> None:
+    """They are left out of graphs: other shapes and later calls compile nothing anew."""
+    graphs: list[object] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=count, dynamic=True)
+    def total(x: torch.Tensor) -> torch.Tensor:
+        handle = wfbp.allreduce_async(x * 2, op=wfbp.Sum)
+        return torch.as_tensor(wfbp.synchronize(handle) + wfbp.broadcast(torch.ones_like(x), 0))
+
+    torch._dynamo.reset()
+    ranks = range(wfbp.size())
+    for step in range(6):
+        wanted = sum(2 * data(step, r, 3 + step, 5) for r in ranks) + 1
+        same(total(data(step, wfbp.rank(), 3 + step, 5)), torch.as_tensor(wanted), "sum", 1e-12)
+    assert len(graphs) <= 6, f"{len(graphs)} graphs of one function"
+
+    torch.manual_seed(4)
+    layers = [nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6), nn.BatchNorm1d(6)]
+    model = nn.Sequential(*layers, nn.Linear(6, 1)).double()
+    reference = copy.deepcopy(model)
+    model = wfbp.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[assignment]
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()))
+    plain = momentum(reference.parameters())
+    compiled: Any = torch.compile(model, backend=count, dynamic=True)
+    for step in range(STEPS):
+        rows = 4 + step % 3
+        optimizer.zero_grad()
+        plain.zero_grad()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*global hooks")  # of earlier optimizers
+            compiled(data(step, wfbp.rank(), rows, 5)).square().mean().backward()
+        reference(torch.cat([data(step, r, rows, 5) for r in ranks])).square().mean().backward()
+        optimizer.step()
+        plain.step()
+        if step == 3:
+            graphs.clear()
+    equal(model, reference)
+    assert not graphs, f"{len(graphs)} graphs after the fourth step"
+    torch._dynamo.reset()
