@@ -426,6 +426,7 @@ class _Drawing:
         if do == "observe":
             ways = ["state_dict", "parameters", "save", "synchronized list", "groups", "vector"]
             ways += ["norm", "list"] + ([] if "old weight norm" in kinds else ["deepcopy"])
+            ways += ["script", "kept script", "fork"]
             how = chance.choice(ways)
             return replace(act, how=how)
         if do == "ema":

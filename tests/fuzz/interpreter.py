@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, List  # noqa: UP035 - TorchScript needs it
 
 import torch
 from torch import nn
@@ -31,6 +32,35 @@ REFUSED = ("and before it was averaged over the ranks",)
 between backward and step without ``synchronize()``."""
 
 _TOKENS = 6
+
+
+class Table(nn.Module):
+    """Returns copies of its parameters, also as a script."""
+
+    def __init__(self, params: list[Any]) -> None:
+        super().__init__()
+        self.table = nn.ParameterList(params)
+
+    def forward(self) -> List[torch.Tensor]:  # noqa: UP006
+        found: List[torch.Tensor] = []  # noqa: UP006
+        for p in self.table:
+            found.append(p.clone())
+        return found
+
+
+def _write_in_a_fork(params: Sequence[Any]) -> None:
+    """A forked process overwrites its parameters and gradients; those here stay as they are."""
+    grads = [p.grad for p in params if p.grad is not None and not p.grad.is_sparse]
+    before = [grad.clone() for grad in grads]
+    child = os.fork()
+    if not child:
+        for tensor in (*grads, *params):
+            tensor.detach().zero_()
+        os._exit(0)
+    os.waitpid(child, 0)
+    for grad, kept in zip(grads, before, strict=True):
+        if not torch.allclose(grad, kept, 0.0, 0.0, equal_nan=True):
+            raise AssertionError("a forked process has changed a gradient")
 
 
 class Thread:
@@ -94,6 +124,7 @@ class Run:
         self._thread: Thread | None = None
         self._gradients: dict[int, torch.Tensor] = {}  # by parameter's id, for a list of them
         self._compiled: dict[int, Any] = {}
+        self._scripts: dict[int, Any] = {}
         spread = program.start == "broadcast" and self.parallel
         torch.manual_seed(program.seed + (self.rank if spread else 0))
         count = 1 + max(part.model for part in program.layers)
@@ -579,6 +610,11 @@ class Run:
                 for optimizer in self.optimizers:
                     optimizer.synchronize_parameters()
             found = own
+        elif "script" in act.how:
+            found = self._by_script(act.model, kept=act.how == "kept script")
+        elif act.how == "fork":
+            _write_in_a_fork(own)
+            found = own
         elif act.how == "groups":
             found = _params(self.optimizers[act.optimizer])
         elif act.how == "vector":
@@ -588,6 +624,15 @@ class Run:
         else:  # a list of the program's own
             found = own
         self._observe(f"parameters by {act.how}", *found)
+
+    def _by_script(self, model: int, kept: bool) -> list[torch.Tensor]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            script = self._scripts.get(model) or torch.jit.script(Table(self.lists[model]))
+            if kept:
+                self._scripts[model] = script
+            with torch.no_grad():
+                return list(script())
 
     def do_ema(self, act: Act) -> None:
         """A moving average of weights."""
