@@ -24,7 +24,7 @@ def test_pages_are_short() -> None:
     assert 10_000 < front_door.num_words(*front_door.USER_PAGES) <= 20_000
 
 
-@pytest.mark.parametrize(("module", "most"), [("wfbp", 40), ("wfbp.torch", 45), ("wfbp.jax", 28)])
+@pytest.mark.parametrize(("module", "most"), [("wfbp", 41), ("wfbp.torch", 45), ("wfbp.jax", 28)])
 def test_few_names_are_public(module: str, most: int) -> None:
     pytest.importorskip(module.replace("wfbp.", ""))
     assert front_door.num_names(module) <= most

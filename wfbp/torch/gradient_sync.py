@@ -271,6 +271,8 @@ class OptimizerSync:
         self._after_backward = after_backward
         self._unsent: set[int] = set()  # parameters with gradients of such passes
         self._lent: list[Callable[[], tensors.LentTensor | None]] = [lambda: None] * len(named)
+        self._storages = [0] * len(named)
+        """Of the last averages, which outlive what was lent if the plan changes."""
         """By index, the memory that ``p.grad`` was put in last, unless no plan uses it any more."""
         # Data travels in the order that parameters have now, whatever becomes of them.
         self._layouts = [tensors.Layout.of(p) for p in params]
@@ -473,7 +475,7 @@ class OptimizerSync:
                 continue
             param, layout, before = self._params[index], self._layouts[index], self._lent[index]()
             lent = tensors.lent(slot, layout)
-            self._lent[index] = weakref.ref(lent)
+            self._lent[index], self._storages[index] = weakref.ref(lent), lent.storage
             average = lent.alias()
             grad = param.grad
             if grad is None or not _can_be(grad, layout):
@@ -690,9 +692,9 @@ class OptimizerSync:
 
     def leave_buffers(self) -> None:
         """Copy ``p.grad`` out of the reducer's memory, which ``shutdown()`` frees."""
-        for param, reference in zip(self._params, self._lent, strict=True):
-            grad, lent = param.grad, reference()
-            if lent is not None and grad is not None and not grad.is_sparse and lent.has(grad):
+        for param, storage in zip(self._params, self._storages, strict=True):
+            grad = param.grad
+            if grad is not None and not grad.is_sparse and tensors.storage_of(grad) == storage:
                 param.grad = grad.clone()
 
     def leave(self) -> None:

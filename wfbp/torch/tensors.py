@@ -168,19 +168,25 @@ class LentTensor:
     def __init__(self, data: Buffer, layout: Layout) -> None:
         self._tensor = view(data, layout)
         self._storage = self._tensor.untyped_storage()
-        self._address = self._storage._cdata
-        self._num_uses: int = _storage_uses(self._address)
+        self.storage: int = self._storage._cdata
+        self._num_uses: int = _storage_uses(self.storage)
 
     def alias(self) -> torch.Tensor:
         """Another tensor in this memory."""
         return self._tensor.detach()
 
     def is_used(self) -> bool:
-        return bool(_storage_uses(self._address) != self._num_uses)
+        return bool(_storage_uses(self.storage) != self._num_uses)
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in this memory."""
-        return bool(tensor.untyped_storage()._cdata == self._address)
+        return storage_of(tensor) == self.storage
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage, which tensors in one memory share."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def lent(slot: BufferView, layout: Layout) -> LentTensor:
@@ -203,7 +209,7 @@ _USES_OF_ONE = _num_uses(torch.empty(1))[1]
 def shares_memory(tensor: torch.Tensor, own: LentTensor | None) -> bool:
     """Whether other tensors use a tensor's memory, beside the one that may have been lent."""
     address, uses = _num_uses(tensor)
-    is_lent = own is not None and address == own._address
+    is_lent = own is not None and address == own.storage
     return uses > (own._num_uses + 1 if own is not None and is_lent else _USES_OF_ONE)
 
 

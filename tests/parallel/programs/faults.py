@@ -149,6 +149,7 @@ def with_torch(deed: Callable[[], None]) -> None:
 
     import wfbp.torch
 
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = wfbp.torch.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), schedule="layerwise"
@@ -171,6 +172,7 @@ def while_others_call_a_method(deed: Callable[[], None]) -> None:
     class Own(torch.optim.SGD):
         def swap(self) -> None: ...
 
+    torch.manual_seed(0)
     model = torch.nn.Linear(3, 4)
     optimizer = wfbp.torch.DistributedOptimizer(Own(model.parameters(), lr=0.1))
     deed()
@@ -184,6 +186,7 @@ def while_others_join(deed: Callable[[], None]) -> None:
 
     import wfbp.torch
 
+    torch.manual_seed(0)
     layers = [torch.nn.Linear(3, 4) for _ in "ab"]
     optimizers = [
         wfbp.torch.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
@@ -200,6 +203,7 @@ def behind_a_decoupled_step(deed: Callable[[], None]) -> None:
 
     import wfbp.torch
 
+    torch.manual_seed(0)
     models = [torch.nn.Sequential(torch.nn.Linear(3, 40), torch.nn.Linear(40, 2)) for _ in "ab"]
     optimizers = [
         wfbp.torch.DistributedOptimizer(

@@ -28,6 +28,7 @@ def train(schedule: str) -> None:
 
     import wfbp.torch
 
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 3))
     optimizer = wfbp.torch.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),

@@ -62,7 +62,6 @@ if rank == 0:
 for module, name, instead in (
     (hvd, "mpi_lib", "use the functions of wfbp.torch"),
     (hvd.elastic, "ObjectState", "use wfbp.horovod.torch.elastic.TorchState"),
-    (horovod, "run", "python -m wfbp.horovod"),
     (horovod, "tensorflow", "no adapter for TensorFlow"),
 ):
     try:
