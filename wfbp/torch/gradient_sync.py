@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -271,9 +272,9 @@ class OptimizerSync:
         self._after_backward = after_backward
         self._unsent: set[int] = set()  # parameters with gradients of such passes
         self._lent: list[Callable[[], tensors.LentTensor | None]] = [lambda: None] * len(named)
+        """By index, the memory that ``p.grad`` was put in last, unless no plan uses it any more."""
         self._storages = [0] * len(named)
         """Of the last averages, which outlive what was lent if the plan changes."""
-        """By index, the memory that ``p.grad`` was put in last, unless no plan uses it any more."""
         # Data travels in the order that parameters have now, whatever becomes of them.
         self._layouts = [tensors.Layout.of(p) for p in params]
         self._guard = GradientGuard(name, self._names, params[0].device.type == "cpu")
@@ -294,8 +295,7 @@ class OptimizerSync:
             owners[id(param)] = self
         self._left: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(params)
         """Gradients and their versions, as they were when no new ones were there."""
-        # PyTorch's own optimizers have no methods that use gradients beside ``step()``.
-        self._has_methods = not kind.__module__.startswith("torch.optim.")
+        self._is_torchs = kind.__module__.startswith("torch.optim.")
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(params):
             if param.requires_grad:
@@ -307,6 +307,15 @@ class OptimizerSync:
     def open(self) -> bool:
         """Whether backward has made gradients that no step has taken."""
         return self.reducer.open or bool(self._sparse or self._unsent)
+
+    @property
+    def _has_methods(self) -> bool:
+        """Whether the optimizer may have methods that use gradients, beside ``step()``."""
+        # PyTorch's own optimizers have none, but programs may give them some.
+        return not self._is_torchs or any(
+            isinstance(value, MethodType) and not hasattr(torch.optim.Optimizer, name)
+            for name, value in vars(self.optimizer).items()
+        )
 
     def note_gradients(self, force: bool = False) -> None:
         """No gradients are new now. (Without ``force`` only noted if methods may ask.)"""
@@ -470,6 +479,7 @@ class OptimizerSync:
 
     def _take(self, reduced: Sequence[BufferView | None]) -> None:
         """Let ``p.grad`` be the reduced gradient where it is whole."""
+        users: Counter[int] = Counter()  # by storage, the gradients in it, once that matters
         for index, slot in enumerate(reduced):
             if slot is None or not slot.whole:
                 continue
@@ -483,11 +493,17 @@ class OptimizerSync:
                 continue
             # Programs may keep it, or views of it, and use them in later steps: then it stays
             # where it is. Whether they keep the object shows once nobody here refers to it.
-            kept = weakref.ref(grad)
-            if not tensors.shares_memory(grad, before):
+            kept, storage = weakref.ref(grad), tensors.storage_of(grad)
+            if not (tensors.fills_storage(grad) and tensors.shares_memory(grad, before)):
                 del grad
                 param.grad = average
-            if (grad := kept()) is not None and tensors.is_writeable(grad):
+            if (grad := kept()) is None:
+                continue
+            if not users:  # autograd may give gradients of several parameters the same memory
+                others = (p.grad for p in self._params if p is not param)
+                strided = (g for g in others if g is not None and g.layout is torch.strided)
+                users.update([storage, *map(tensors.storage_of, strided)])
+            if users[storage] == 1 and tensors.is_writeable(grad):
                 grad.detach().copy_(average)
                 param.grad = grad
             else:
@@ -589,7 +605,8 @@ class OptimizerSync:
             self._check_clipped()
         if self.held is not None and self._gathers_narrow:
             self.synchronize()  # averages are rounded to 16 bits first, and scaled after that
-        shards, whole, own = [], [], []
+        shards, whole = [], []
+        own: dict[tuple[int, int], torch.Tensor] = {}  # once each, though gradients share memory
         for param, slot in zip(self._params, self.held or [None] * len(self._params), strict=True):
             grad = param.grad
             if slot is not None and not slot.whole:
@@ -600,10 +617,14 @@ class OptimizerSync:
                     if not tensors.is_writeable(grad):
                         whole_memory = torch.contiguous_format
                         param.grad = grad = tensors.resolved(grad).clone(memory_format=whole_memory)
-                    own.append(grad.detach())
+                    own[tensors.storage_of(grad), grad.data_ptr()] = grad.detach()
             elif grad is not None and (self.held is None or slot is not None):
                 whole.append(grad._values() if grad.is_sparse else grad.detach())
-        norm = clip(self.runtime, self.reducer.exchange, limit, shards, whole, own, self._alone)
+                if slot is not None and slot.address != grad.data_ptr():
+                    # The program keeps its own tensor; the update takes the slot.
+                    own[0, slot.address] = tensors.shared(slot.data).view(param.dtype)
+        scaled = list(own.values())
+        norm = clip(self.runtime, self.reducer.exchange, limit, shards, whole, scaled, self._alone)
         if watches:
             # If the optimizer uses shards, that the program changes p.grad would be in vain.
             self._is_clipped = True

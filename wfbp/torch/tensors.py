@@ -178,6 +178,10 @@ class LentTensor:
     def is_used(self) -> bool:
         return bool(_storage_uses(self.storage) != self._num_uses)
 
+    def is_at(self, address: int) -> bool:
+        """Whether it is still there: ``share_memory_()`` of an alias moves all of them."""
+        return self._tensor.data_ptr() == address
+
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in this memory."""
         return storage_of(tensor) == self.storage
@@ -189,11 +193,16 @@ def storage_of(tensor: torch.Tensor) -> int:
     return address
 
 
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all that is in its memory; else this belongs to something larger."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 def lent(slot: BufferView, layout: Layout) -> LentTensor:
     """The tensor of a reduced gradient, or of a shard of one."""
     made: list[Any] = [] if slot.lent is None else slot.lent
-    if not made:
-        made.append(LentTensor(slot.data, layout))
+    if not (made and made[0].is_at(slot.address)):
+        made[:] = [LentTensor(slot.data, layout)]
     return made[0]  # type: ignore[no-any-return]
 
 

@@ -20,8 +20,9 @@ from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.torch.compiling import uncompiled_methods
 from wfbp.torch.tensors import raw, resolved
 
-_callbacks = ThreadPoolExecutor(32, thread_name_prefix="wfbp-callbacks")
-"""Runs the callbacks of futures."""
+_callbacks = ThreadPoolExecutor(32, thread_name_prefix="callbacks")
+"""Runs the callbacks of futures. (They are the program's and may begin operations, so their name is
+not one of ``OWN_THREADS``.)"""
 
 
 @uncompiled_methods

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -825,6 +826,109 @@ def clipped_gradients_that_are_carried_over() -> None:
                 if how == "twice":
                     each.step()
             equal(model, reference, f"{how}, {schedule}, step {step}")
+
+
+class Twins(nn.Module):
+    """Two parameters to whose gradients autograd gives one memory, on rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3))
+        self.b = nn.Parameter(torch.linspace(1, 2, 6, dtype=torch.float64).view(3, 2))
+
+    def backward(self, rank: int, step: int) -> None:
+        scale, a, b = data(step, rank, 6), self.a.view(-1), self.b.view(-1)
+        total = torch.tanh(a + b) * scale if rank == 0 else a * scale + 3 * b * scale.flip(0)
+        total.sum().backward()
+
+
+@check
+def gradients_that_share_memory() -> None:
+    """Each gets its own average, and is clipped once."""
+    for schedule, clips in itertools.product(SCHEDULES, (False, True)):
+        model, reference = Twins(), Twins()
+        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
+        plain = momentum(reference.parameters())
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            model.backward(wfbp.rank(), step)
+            averaged(reference, Twins.backward, step, wfbp.size())  # type: ignore[arg-type]
+            if clips:
+                optimizer.clip_grad_norm_(0.3)
+                nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
+            optimizer.step()
+            plain.step()
+            equal(model, reference, f"{schedule}, {clips}, step {step}")
+
+
+@check
+def gradients_moved_to_shared_memory() -> None:
+    """As queues of ``torch.multiprocessing`` do: later averages are new ones."""
+    for schedule in SCHEDULES:
+        model, reference = pair()
+        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
+        plain = momentum(reference.parameters())
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            averaged(reference, square, step, wfbp.size())
+            optimizer.synchronize()
+            if step % 5 == 2:
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad.share_memory_()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            plain.step()
+            equal(model, reference, f"{schedule}, step {step}")
+
+
+@check
+def kept_gradients_that_are_clipped() -> None:
+    """Also where every rank updates all, and gradients grow after they were sent."""
+    for schedule in ("oasr", "independent", "dear"):
+        model, reference = pair()
+        optimizer = wfbp.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 1.0), schedule=schedule, optimizer_sharding=False
+        )
+        plain = torch.optim.SGD(reference.parameters(), 1.0)
+        kept: list[Any] = []
+        for step in range(2 * STEPS):
+            for p in (*model.parameters(), *reference.parameters()):
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+            for again in range(1 + (step > STEPS and step % 3 == 0)):
+                square(model, wfbp.rank(), 2 * step + again)
+                for rank in range(wfbp.size()):
+                    loss = reference(data(2 * step + again, rank, 4, 5)).square().mean()
+                    (loss / wfbp.size()).backward()
+            kept = kept or [p.grad for p in model.parameters()]
+            found = optimizer.clip_grad_norm_(0.02)
+            wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.02)
+            same(found, wanted, f"{schedule}, norm of step {step}", 1e-9)
+            optimizer.step()
+            plain.step()
+            equal(model, reference, f"{schedule}, step {step}")
+
+
+@check
+def methods_that_a_program_adds() -> None:
+    """A method bound to an optimizer of PyTorch's averages assigned gradients first."""
+
+    @torch.no_grad()
+    def first_step(self: Any) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad)
+
+    model, reference = pair()
+    inner: Any = torch.optim.SGD(model.parameters(), 0.1)
+    inner.first_step = types.MethodType(first_step, inner)
+    optimizer: Any = wfbp.DistributedOptimizer(inner)
+    for step in range(3):
+        assign(model, wfbp.rank(), step)
+        averaged(reference, assign, step, wfbp.size())
+        optimizer.first_step()
+        first_step(torch.optim.SGD(reference.parameters(), 0.1))
+        equal(model, reference, f"step {step}")
 
 
 @check
