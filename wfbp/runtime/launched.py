@@ -30,9 +30,9 @@ def prepare() -> None:
     if not under_launcher() or not started_by_launcher(os.environ) or started_by_rank():
         return
     config, _ = read_environment()
-    if not config.torch_env:
-        return
-    if not any(name in os.environ for name in TORCH_VARIABLES):
+    if not config.torch_env and "WFBPRUN" not in os.environ:
+        return  # ranks that are to run alone
+    if config.torch_env and not any(name in os.environ for name in TORCH_VARIABLES):
         os.environ |= torch_variables(os.environ)
     if torch_variables(os.environ).get("RANK") == "0":
         atexit.register(_warn_if_alone, torch_variables(os.environ)["WORLD_SIZE"])
