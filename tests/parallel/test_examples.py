@@ -94,6 +94,7 @@ def test_gpt_runs_alone() -> None:
     assert "nothing to exchange" in told(1, GPT_ALONE)
 
 
+@pytest.mark.long  # CI runs `make demo` itself (.ci/newcomer)
 def test_the_demo_shows_ddp_and_wfbp_side_by_side(tmp_path: Path) -> None:
     """In shared memory, which needs no rights."""
     program = [sys.executable, EXAMPLES / "overlap.py", "--no-link", "--steps", "12"]

@@ -393,6 +393,15 @@ def sums_before_a_closure() -> None:
 
 SCHEDULES = ("oasr", "hybrid", "independent", "auto")
 
+own_schedules: set[str] = set()
+"""Checks that set schedules themselves: one mode for each number of ranks is enough."""
+
+
+def with_schedules(function: Callable[[], None]) -> Callable[[], None]:
+    """:data:`check`, of those."""
+    own_schedules.add(function.__name__)
+    return check(function)
+
 
 def assign(model: nn.Module, rank: int, step: int, how: str = "replaced") -> None:
     """Set gradients as ``torch.autograd.grad`` returns them, without a hook."""
@@ -452,7 +461,7 @@ def own_methods_where_a_rank_has_no_gradients() -> None:
     wfbp.init(config=usual)
 
 
-@check
+@with_schedules
 def own_methods_after_synchronize_and_clipping() -> None:
     """They see whole averages, clipped, and are not averaged again; those that follow are new."""
     for schedule, declared in itertools.product(SCHEDULES, (True, None)):
@@ -558,7 +567,7 @@ def own_methods_that_run_backward() -> None:
     optimizer.zero_grad()
 
 
-@check
+@with_schedules
 def gradients_changed_after_clipping() -> None:
     """An error under every schedule, also without a step between; not after ``synchronize()``."""
 
@@ -635,7 +644,7 @@ class Further(torch.optim.SGD):
         return loss
 
 
-@check
+@with_schedules
 def further_arguments_of_step() -> None:
     """They reach the optimizer, by position or name, also after clipping and with a closure."""
     for schedule, declared in itertools.product(SCHEDULES, (True, None)):
@@ -684,7 +693,7 @@ class Differs(Descent):
                 state["before"] = p.grad if group.get("whole", True) else p.grad.detach()
 
 
-@check
+@with_schedules
 def gradients_that_an_optimizer_keeps() -> None:
     """They are never overwritten: as an object, or as a view of it."""
     sharding = (True, None)
@@ -707,7 +716,7 @@ def gradients_that_an_optimizer_keeps() -> None:
             equal(model, reference, f"{schedule}, {declared}, step {step}")
 
 
-@check
+@with_schedules
 def gradients_that_a_program_keeps() -> None:
     """Averages of all steps, as objects, views and NumPy arrays."""
     for schedule in SCHEDULES:
@@ -750,7 +759,7 @@ def averages_that_nobody_keeps_are_not_copied() -> None:
     assert all(are_there), are_there
 
 
-@check
+@with_schedules
 def gradients_in_a_list() -> None:
     """Zeroed in place by a list that was made before wrapping, or before or after the first step,
     of the gradients or of views of them."""
@@ -793,7 +802,7 @@ def gradients_in_a_list() -> None:
             same(found.view(p.shape), p.grad, "in the list")  # type: ignore[arg-type]
 
 
-@check
+@with_schedules
 def clipped_gradients_that_are_carried_over() -> None:
     """Decayed instead of zeroed, or stepped twice: the same under every schedule."""
 
@@ -842,7 +851,7 @@ class Twins(nn.Module):
         total.sum().backward()
 
 
-@check
+@with_schedules
 def gradients_that_share_memory() -> None:
     """Each gets its own average, and is clipped once."""
     for schedule, clips in itertools.product(SCHEDULES, (False, True)):
@@ -861,7 +870,7 @@ def gradients_that_share_memory() -> None:
             equal(model, reference, f"{schedule}, {clips}, step {step}")
 
 
-@check
+@with_schedules
 def gradients_moved_to_shared_memory() -> None:
     """As queues of ``torch.multiprocessing`` do: later averages are new ones."""
     for schedule in SCHEDULES:
@@ -882,7 +891,7 @@ def gradients_moved_to_shared_memory() -> None:
             equal(model, reference, f"{schedule}, step {step}")
 
 
-@check
+@with_schedules
 def kept_gradients_that_are_clipped() -> None:
     """Also where every rank updates all, and gradients grow after they were sent."""
     for schedule in ("oasr", "independent", "dear"):
