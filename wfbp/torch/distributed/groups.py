@@ -36,11 +36,16 @@ _NUM_TAGS = 1 << 15
 _LOOK_S = 1e-3
 
 _CONNECT_S, _ACCEPT_S = 2.0, 0.02
+_STORE_S = 300.0
+"""How long a store may take to answer, whatever the timeout of the group's operations."""
 _LOOPBACK = "127.0.0.1"
 
 Found = Iterator[tuple[Store, int, int]]
 
 _groups: Groups | None = None
+
+_served: list[Store] = []
+"""Rank 0's last store, which other ranks may still read after rank 0 has destroyed its groups."""
 
 
 def by_environment(url: str, **options: Any) -> Found:
@@ -88,10 +93,14 @@ def over_mpi(url: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> 
         port,
         None,
         listener is not None,
-        timeout,
+        max(timeout, timedelta(seconds=_STORE_S)),
         wait_for_workers=False,
         master_listen_fd=None if listener is None else listener.detach(),
     )
+    if runtime.rank == 0:
+        _served[:] = [store]
+        if _served.clear not in runtime.at_end:
+            runtime.at_end.append(_served.clear)
     rank, size = asked.get("rank", runtime.rank), asked.get("world_size", runtime.size)
     yield store, int(rank), int(size)
     raise BackendError("a rendezvous over MPI happens once; call init_process_group() again")
@@ -186,7 +195,14 @@ class Groups:
         # Not by PyTorch's name of the group: it counts this rank's other groups.
         shared = options.store._underlying_non_prefix_store
         store = PrefixStore(f"{self._prefix}/{key}/", shared)
-        exchange = self._exchange(key, ranks, options.timeout, store)
+        # All ranks have just met for the first group, so none of them is late.
+        limit_s = options.timeout.total_seconds() if options.global_ranks_in_group else _STORE_S
+        patience, own = timedelta(seconds=_STORE_S), shared.timeout
+        shared.set_timeout(max(own, patience))
+        try:
+            exchange = self._exchange(key, ranks, limit_s, store)
+        finally:
+            shared.set_timeout(own)
         group = ProcessGroup(self.runtime, exchange, key, options.timeout, store, self._close)
         self._open[key] = group
         return group
@@ -215,11 +231,10 @@ class Groups:
         self._made.clear()
 
     def _exchange(
-        self, key: str, ranks: tuple[int, ...], timeout: timedelta, store: Store
+        self, key: str, ranks: tuple[int, ...], timeout_s: float, store: Store
     ) -> Exchange:
         """The communicators of a group, once all of its ranks want it: new ones, or those of a
         group that all of them have destroyed, if no message to it is under way."""
-        timeout_s = timeout.total_seconds()
         idle = {key: (old.position, old.undelivered) for key, old in self._idle[ranks].items()}
         names, end_s = [str(rank) for rank in ranks], time.monotonic() + timeout_s
         store.set(str(self.runtime.rank), json.dumps(idle))

@@ -25,6 +25,7 @@ import wfbp.torch.distributed
 from tests.parallel.programs.harness import Check, Checks, raises
 from wfbp.comm.mpi import exchange
 from wfbp.errors import DisagreementError, StallError, WfbpError
+from wfbp.torch.distributed import groups
 
 check = Checks()
 
@@ -684,19 +685,55 @@ def ranks_that_the_program_numbers() -> None:
 
 
 @check
+def a_group_that_rank_0_has_left() -> None:
+    """Its store answers ranks that are still in ``init_process_group``."""
+    with group():
+        dist.barrier()  # the next group has its communicators, so ranks do not meet to make them
+
+    class Late(groups.PrefixStore):  # type: ignore[misc]
+        def get(self, key: str) -> bytes:
+            if wfbp.torch.rank() and key == "0":
+                wfbp.torch.barrier()
+            found: bytes = super().get(key)
+            return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "PrefixStore", Late)
+        with group() as (rank, _):
+            pass
+        if rank == 0:
+            wfbp.torch.barrier()
+
+
+@check
+def ranks_that_start_further_apart_than_the_timeout() -> None:
+    """It limits operations: the first group waits for its ranks."""
+
+    class Late(groups.PrefixStore):  # type: ignore[misc]
+        def set(self, key: str, value: str) -> None:
+            time.sleep(0.5 * wfbp.torch.rank())
+            super().set(key, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "PrefixStore", Late)
+        with group(timeout_s=0.1):
+            wfbp.torch.barrier()
+
+
+@check
 def a_receive_that_is_posted_early() -> None:
     """The timeout limits the wait; of a long wait, the time since the last progress."""
     with group(timeout_s=0.6) as (rank, _):
         tensor = torch.zeros(1)
-        if rank == 0:
-            work = dist.irecv(tensor, 1)
-            time.sleep(1.2)
-            work.wait()
-            assert tensor.item() == 7
-        elif rank == 1:
-            time.sleep(1.0)
+        work = dist.irecv(tensor, 1) if rank == 0 else None
+        time.sleep(1.2)
+        wfbp.torch.barrier()
+        if rank == 1:
             dist.send(torch.full((1,), 7.0), 0)
         wfbp.torch.barrier()
+        if work is not None:
+            work.wait()
+            assert tensor.item() == 7
         if rank == 0:
             with pytest.raises(StallError, match="timed out"):
                 dist.recv(tensor, 1)
