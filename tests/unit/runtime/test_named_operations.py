@@ -249,13 +249,30 @@ def test_an_error_is_one_of_all_ranks_and_of_one_operation() -> None:
             operations.synchronize(bad)
         with pytest.raises(ValueError, match="is of no pending operation"):
             operations.synchronize(bad)
-        with pytest.raises(ValueError, match="'good' is pending"):
-            submit(operations, "good", 1.0)
         while not operations.poll(good):
             pass
         return float(operations.synchronize(good))
 
     assert run_ranks(2, body) == [2.0] * 2
+
+
+def test_a_name_is_taken_until_its_operation_is_complete() -> None:
+    def body(runtime: Runtime) -> list[float]:
+        operations = Collectives(runtime)
+        handles = []
+        if runtime.rank == 0:
+            handles.append(submit(operations, "x", 1.0))
+            with pytest.raises(ValueError, match="'x' is pending"):  # rank 1 has not submitted it
+                submit(operations, "x", 1.0)
+        runtime.channel.exchange(b"", "rank 0 was refused")
+        if runtime.rank == 1:
+            handles.append(submit(operations, "x", 1.0))
+        while not operations.poll(handles[0]):
+            pass
+        handles.append(submit(operations, "x", 2.0))  # before the first handle is synchronized
+        return [float(operations.synchronize(handle)) for handle in handles]
+
+    assert run_ranks(2, body) == [[2.0, 4.0]] * 2
 
 
 def test_ranks_that_wait_for_different_names_are_told() -> None:

@@ -23,6 +23,7 @@ from wfbp.errors import (
     WfbpError,
 )
 from wfbp.runtime.progress.loop import Reply
+from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.progress.thread import THREAD_NAME, CommunicationThread
 
 
@@ -51,6 +52,7 @@ class StubLane:
     def __init__(self) -> None:
         self.turns = 0
         self.busy = False
+        self.is_idle = False
         self.has_events = False
         self.owes_work = False
         self.has_room = True
@@ -65,6 +67,9 @@ class StubLane:
         if self.trouble is not None:
             raise self.trouble
         return False
+
+    def needs(self, members: Members) -> list[Need] | None:
+        return None
 
     def describe(self) -> str:
         return "stub lane"
