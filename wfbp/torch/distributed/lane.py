@@ -36,8 +36,8 @@ NOTICE = "process group"
 
 _ALWAYS_CHECKED, _CHECKED_EVERY = 16, 16
 _HISTORY = 256
-_MOST_TESTED = 64
-_LOOK_S = 0.02
+_TESTED = 32
+_LOOK_S, _LOOK_PER_MESSAGE_S = 0.02, 2e-5
 _ANSWER_S, _TURN_S = 1.0, 0.5
 """How long ranks wait for each other's places, and then for the ranks before them to judge."""
 
@@ -65,6 +65,7 @@ class GroupLane(LaneProtocol):
         self._messages: list[GroupMessage] = []
         self._receives: dict[int, list[GroupMessage]] = {}
         self._headers: dict[int, list[tuple[int, str]]] = {}
+        self._turn = 0
         self._look_s = 0.0
         # When collectives differ, or one is overdue: its number, and for how long ("overdue_s", 0
         # if they differ), when ranks began to ask each other about it, and their places.
@@ -101,15 +102,9 @@ class GroupLane(LaneProtocol):
         while self._receives and (found := self._exchange.next_header()) is not None:
             self._match(*found)
             progressed = True
-        # Some in turn, so that the time of a look does not grow with their number.
-        tested, others = self._messages[:_MOST_TESTED], self._messages[_MOST_TESTED:]
-        if self._exchange.test([each for message in tested for each in message.requests]):
-            tested = [message for message in tested if not message.advance()]
-            progressed = True
-        self._messages = others + tested
+        progressed |= self._advance_messages()
         now = time.monotonic()
         if now > self._look_s:
-            self._look_s = now + _LOOK_S
             self._look(now)
         if not (self.busy or progressed):
             self._loop.remove_lane(self)
@@ -244,6 +239,19 @@ class GroupLane(LaneProtocol):
             self._inquire(number, 0.0)
         return agree
 
+    def _advance_messages(self) -> bool:
+        # The oldest, which MPI ends first: an end keeps the loop from napping. And some of the
+        # others in turn, so that the time of a look does not grow with their number.
+        messages, num = self._messages, len(self._messages)
+        self._turn = self._turn + _TESTED if self._turn + _TESTED < num else _TESTED
+        tested = [*range(min(_TESTED, num)), *range(self._turn, min(self._turn + _TESTED, num))]
+        if not self._exchange.test([each for k in tested for each in messages[k].requests]):
+            return False
+        ended = [k for k in tested if messages[k].advance()]
+        for k in reversed(ended):
+            del messages[k]
+        return True
+
     def _advance_collectives(self) -> bool:
         progressed, activity = False, self.backend.activity
         for operation, work in list(self._in_flight):
@@ -262,7 +270,9 @@ class GroupLane(LaneProtocol):
     # When collectives differ, or one is overdue.
 
     def _look(self, now: float) -> None:
-        for message in self._all_messages():
+        messages = self._all_messages()
+        self._look_s = now + _LOOK_S + _LOOK_PER_MESSAGE_S * len(messages)
+        for message in messages:
             if (error := message.lateness(now)) is not None:
                 self._messages = [other for other in self._messages if other is not message]
                 receives = self._receives.get(message.tag, [])
