@@ -614,13 +614,14 @@ class OptimizerSync:
                     shards.append(tensors.shared(slot.data).view(param.dtype))
                 if grad is not None:
                     # So that what a program carries over to the next step is scaled, too.
-                    if not tensors.is_writeable(grad):
-                        whole_memory = torch.contiguous_format
-                        param.grad = grad = tensors.resolved(grad).clone(memory_format=whole_memory)
-                    own[tensors.storage_of(grad), grad.data_ptr()] = grad.detach()
+                    if not tensors.is_writeable(tensors.values(grad)):
+                        param.grad = grad = tensors.resolved(grad).clone()
+                    mine = tensors.values(grad)
+                    own[tensors.storage_of(mine), mine.data_ptr()] = mine
             elif grad is not None and (self.held is None or slot is not None):
-                whole.append(grad._values() if grad.is_sparse else grad.detach())
-                if slot is not None and slot.address != grad.data_ptr():
+                mine = tensors.values(grad)
+                whole.append(mine)
+                if slot is not None and slot.address != mine.data_ptr():
                     # The program keeps its own tensor; the update takes the slot.
                     own[0, slot.address] = tensors.shared(slot.data).view(param.dtype)
         scaled = list(own.values())

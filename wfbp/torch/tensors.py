@@ -62,6 +62,11 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
+def values(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient's elements, or those that a sparse one has; shared, and unknown to autograd."""
+    return grad._values() if grad.is_sparse else grad.detach()
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill its memory, in any order; not of a lazy conjugate."""
     is_plain = not (tensor.is_conj() or tensor.is_neg())
