@@ -136,6 +136,8 @@ class _Drawing:
             and all(o.op == "average" for o in optimizers)
         ):
             self.zero = chance.choice([self.zero, self.zero, self.zero, "list", "carry"])
+            if self.zero == "carry" and any(o.kind == "nesterov" for o in optimizers):
+                self.zero = "list"  # its step changes gradients, of which it may get shards
         actions: list[Step | Act] = []
         self.added: set[int] = set()
         num_steps = chance.randint(3, 12)
