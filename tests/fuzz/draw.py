@@ -382,6 +382,9 @@ class _Drawing:
         simple = plain and alike and not (sparse or self.hooked or step.threads or step.discard)
         if simple and not reentrant and self.likely(0.15):
             step = replace(step, assigned=True)
+            # To change those before they are averaged is no error, so it must commute with that.
+            if step.gradients in ("touch clamp", "touch data"):
+                step = replace(step, gradients="touch scale")
         if simple and len(which) == 1 and self.optimizers[which[0]].kind == "own methods":
             ways = ["add", "finish", "finish"]
             if not step.assigned and self.optimizers[which[0]].op == "average":
