@@ -381,7 +381,8 @@ class _Drawing:
             step = replace(step, threads=True, gradients=chance.choice(["", "clip", "clip"]))
         simple = plain and alike and not (sparse or self.hooked or step.threads or step.discard)
         if simple and not reentrant and self.likely(0.15):
-            step = replace(step, assigned=True)
+            # Behind a saliency pass, whose gradients are only dropped, it would replace those.
+            step = replace(step, assigned=self.zero not in ("model", "loop"))
             # To change those before they are averaged is no error, so it must commute with that.
             if step.gradients in ("touch clamp", "touch data"):
                 step = replace(step, gradients="touch scale")
