@@ -205,6 +205,7 @@ if size > 1:
     hvd.remove_process_set(only_first)
 
 # Learning rates that differ are a warning here.
+hvd.broadcast_parameters([(f"pair.{k}", p) for k, p in enumerate(pair)], root_rank=0)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(pair, lr=1.0 + rank))
 pair[0].sum().backward()
 with warnings.catch_warnings(record=True) as caught:
