@@ -335,7 +335,7 @@ class GroupLane(LaneProtocol):
         if overdue_s:
             return (
                 f"{what} timed out after {overdue_s:.1f} s ({places}). Every rank must call it in "
-                "time: look for a call that only some ranks make, or raise the group's timeout"
+                "time: look for a call that only some ranks make, or raise the timeout of the group"
             )
         return (
             f"ranks called different operations as {what} ({places}). Every rank of the group must "

@@ -261,8 +261,9 @@ class ProcessGroup(dist.ProcessGroup):
                     break
         if missing and rank:
             raise StallError(
-                f"Rank {rank} waited {limit_ms} ms in monitoredBarrier for rank 0, which names the "
-                "ranks that did not call it"
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank 0, for {limit_ms} ms; rank 0 names the ranks "
+                "that did not call it"
             )
         if missing:
             raise StallError(
