@@ -342,8 +342,11 @@ class Run:
                 for p in self.lists[m]:
                     p.grad = None
         elif how in ("list", "carry"):
+            averaged = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
             for p in (p for m in models for p in self.lists[m] if p.grad is not None):
-                if how == "list":
+                if how == "list" and id(p) not in averaged:
+                    p.grad.zero_()  # ranks have it in different steps, and would list different ones
+                elif how == "list":
                     self._gradients.setdefault(id(p), p.grad).zero_()
                 else:
                     p.grad.mul_(0.5)
