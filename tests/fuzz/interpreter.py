@@ -345,7 +345,7 @@ class Run:
             averaged = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
             for p in (p for m in models for p in self.lists[m] if p.grad is not None):
                 if how == "list" and id(p) not in averaged:
-                    p.grad.zero_()  # ranks have it in different steps, and would list different ones
+                    p.grad.zero_()  # ranks have it in different steps: their lists would differ
                 elif how == "list":
                     self._gradients.setdefault(id(p), p.grad).zero_()
                 else:
