@@ -132,12 +132,13 @@ class _Drawing:
         # What is kept must mean the same in one process, and no other optimizer may send it.
         if (
             whole
-            and not (self.scaled or self.hooked)
+            and not (self.scaled or self.hooked or self.counted)
             and all(o.op == "average" for o in optimizers)
+            # (A step with Nesterov's momentum changes gradients, of which it may get shards.)
+            and not any(o.kind == "nesterov" for o in optimizers)
         ):
+            # A list is stale, and gradients are carried, once the program has replaced them.
             self.zero = chance.choice([self.zero, self.zero, self.zero, "list", "carry"])
-            if self.zero == "carry" and any(o.kind == "nesterov" for o in optimizers):
-                self.zero = "list"  # its step changes gradients, of which it may get shards
         actions: list[Step | Act] = []
         self.added: set[int] = set()
         num_steps = chance.randint(3, 12)

@@ -53,13 +53,22 @@ def add_sparse_sums(
 ) -> None:
     """Let ``p.grad`` hold what is sparse on some rank, dense if any is."""
     for index, total in sparse_sums(reducer, params, sparse, average).items():
-        param = params[index]
-        if reduced[index] is None or param.grad is None:
+        param, grad = params[index], params[index].grad
+        if grad is None:
             param.grad = total
-        elif param.grad.is_sparse:
-            param.grad = param.grad + total
+        elif grad.is_sparse:
+            if reduced[index] is not None:
+                total = grad + total
+            # Programs may keep it, and zero it in later steps: then it stays the same object.
+            if total.is_sparse and not (grad.requires_grad or grad.is_inference()):
+                with torch.no_grad():
+                    grad.copy_(total)
+            else:
+                param.grad = total
+        elif reduced[index] is None:
+            param.grad = total
         else:
-            param.grad.add_(total)
+            grad.add_(total)
 
 
 def _sum(param: torch.Tensor, parts: Sequence[tuple[Any, Any]], divisor: int) -> torch.Tensor:

@@ -221,6 +221,26 @@ def words() -> tuple[Words, Any]:
 
 
 @check
+def sparse_gradients_in_a_list() -> None:
+    """Zeroed in place by a list that was made after the first step."""
+    model, optimizer = words()
+    reference = Words(dense=True)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    lists: list[torch.Tensor] = []
+    for step in range(4):
+        for grad in lists:
+            grad.zero_()
+        model(step, wfbp.rank()).backward()
+        for rank in range(wfbp.size()):
+            (reference(step, rank) / wfbp.size()).backward()
+        optimizer.step()
+        plain.step()
+        equal(model, reference, f"step {step}")
+        if step == 0:
+            lists = [net.table.weight.grad for net in (model, reference)]  # type: ignore[misc]
+
+
+@check
 def scaler_and_sparse_gradients() -> None:
     """Row 3: unscaled before they are averaged, with an infinity on one rank."""
     model, optimizer = words()
@@ -768,8 +788,8 @@ def gradients_in_a_list() -> None:
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         return [grad.view(-1) for grad in grads] if is_flat else grads
 
-    whens = ("wrapping", "first step", "a step", "later")
-    for when, is_flat, schedule in itertools.product(whens, (False, True), SCHEDULES):
+    cases = [("wrapping", True), ("first step", False), ("a step", True), ("later", False)]
+    for (when, is_flat), schedule in itertools.product(cases, SCHEDULES):
         model, reference = pair()
         lists: list[list[torch.Tensor]] = []
         nets = (model, reference)
