@@ -38,9 +38,9 @@ RUNS = {
         *((schedule, equality.DOUBLE) for schedule in (*ALL_REDUCE, *DECOUPLED)),
         *(("dear", optimizer) for optimizer in further_optimizers.ALL),
     ],
-    # Planners do not know the number of ranks. What four ranks could do otherwise than two or
+    # Planners do not know the number of ranks. What five ranks could do otherwise than two or
     # three is to cut and to send: whole groups, single tensors, and both in one plan.
-    4: [
+    5: [
         (schedule, equality.DOUBLE)
         for schedule in ("auto", "layerwise", "hybrid", "ps_layerwise", "replicated")
     ],
@@ -52,7 +52,7 @@ LONG = {
         for schedule in DECOUPLED
         if (schedule, "momentum") not in RUNS[ranks]
     ]
-    for ranks in (2, 4)
+    for ranks in (2, 5)
 }
 """Further ones, in ``make test-long``."""
 UNDER_OPEN_MPI = [("auto", "adamw"), ("layerwise", "adamw")]
