@@ -21,7 +21,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -109,10 +109,36 @@ _pytree.register_pytree_node(
 def _waiting(function: Any) -> Any:
     @wraps(function)
     def wait_and_call(*args: Any, **kwargs: Any) -> Any:
-        await_all()
+        if under_way:
+            await_all()
         return function(*args, **kwargs)
 
     return wait_and_call
+
+
+_CONSTRUCTORS: Sequence[tuple[Any, Sequence[str]]] = (
+    (torch, ("tensor", "as_tensor", "asarray", "from_dlpack", "to_dlpack")),
+    (torch, [name for name in dir(torch) if name.startswith("sparse_") and "_tensor" in name]),
+    (torch.nested, ("nested_tensor", "as_nested_tensor")),
+    (torch.Tensor, ("new", "new_tensor", "_make_subclass", "_make_wrapper_subclass")),
+    (nn.Parameter, ("__new__",)),
+    (torch.utils.dlpack, ("from_dlpack", "to_dlpack")),
+)
+"""What makes a tensor of another one's values, and does not ask that one's class."""
+
+
+@cache
+def _let_constructors_wait() -> None:
+    """Called before the first parameter is pending, because most programs never have any."""
+    builtins: Any = torch.jit._builtins
+    for owner, names in _CONSTRUCTORS:
+        for name in names:
+            if (function := getattr(owner, name, None)) is not None:
+                waiting = _waiting(function)
+                waiting.__qualname__ = name  # where pickle finds it
+                if operator := builtins._find_builtin(function):
+                    builtins._register_builtin(waiting, operator)
+                setattr(owner, name, staticmethod(waiting) if name[0] == "_" else waiting)
 
 
 _script_kinds: Any = torch.jit.ScriptFunction, torch._C.ScriptMethod
@@ -243,6 +269,7 @@ class PendingParameters:
             _looking.add(self)
         else:
             _looking.discard(self)
+            _let_constructors_wait()
             for index in self._left:
                 under_way[id(self._params[index])] = self, index
                 self._params[index].__class__ = Pending

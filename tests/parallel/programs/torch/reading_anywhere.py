@@ -32,7 +32,6 @@ from wfbp.config import Config
 from wfbp.runtime.tuning import tuner
 
 WIDTH = 300
-STEPS = 13
 KINDS = [
     *((schedule, "sharded") for schedule in ("independent", "hybrid", "ipart", "ps", "auto")),
     *((schedule, "replicated") for schedule in ("independent", "auto")),
@@ -68,6 +67,21 @@ def transformed(params: List) -> List:
     return [torch.func.grad(lambda q, p=p: (q * p).sum())(one) for p, one in rows]
 
 
+def constructed(params: List) -> List:
+    """By constructors, which ask no class."""
+    first, second, *others = params
+    places = torch.arange(second.numel())[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of PyTorch, which would clone them
+        made = [
+            torch.tensor(first),
+            torch.ones(1).new_tensor(others[0]),
+            nn.Parameter(others[1]).detach().clone(),
+            torch.sparse_coo_tensor(places, second, second.shape).to_dense().detach(),
+        ]
+    return made + [torch.Tensor._make_subclass(torch.Tensor, p).clone() for p in others[2:]]
+
+
 def double(value: torch.Tensor) -> torch.Tensor:
     return value * 2.0
 
@@ -89,10 +103,14 @@ READS: list[Callable[[List, nn.Module, List], Any]] = [
     lambda params, model, kept: [torch.func.grad(lambda q: (q * q).sum())(p) for p in params],
     lambda params, model, kept: transformed(params),
     lambda params, model, kept: in_modes(params),
+    lambda params, model, kept: constructed(params),
     lambda params, model, kept: [doubled(p).detach() for p in params],
     lambda params, model, kept: [p.as_subclass(torch.Tensor).detach().clone() for p in params],
     lambda params, model, kept: [Memory.apply(p, a) for p, a in zip(params, kept[0], strict=True)],  # type: ignore[no-untyped-call]
 ]
+
+
+STEPS = len(READS)
 
 
 class Side:
