@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from types import MethodType
@@ -479,7 +479,7 @@ class OptimizerSync:
 
     def _take(self, reduced: Sequence[BufferView | None]) -> None:
         """Let ``p.grad`` be the reduced gradient where it is whole."""
-        users: Counter[int] = Counter()  # by storage, the gradients in it, once that matters
+        sharing: _Sharing | None = None  # once that matters
         for index, slot in enumerate(reduced):
             if slot is None or not slot.whole:
                 continue
@@ -491,19 +491,18 @@ class OptimizerSync:
             if grad is None or not _can_be(grad, layout):
                 param.grad = average
                 continue
-            # Programs may keep it, or views of it, and use them in later steps: then it stays
-            # where it is. Whether they keep the object shows once nobody here refers to it.
-            kept, storage = weakref.ref(grad), tensors.storage_of(grad)
-            if not (tensors.fills_storage(grad) and tensors.shares_memory(grad, before)):
+            # Programs may keep it, or views of it, or the memory that it is a view of, and use them
+            # in later steps: then it stays where it is. Whether they keep the object shows once
+            # nobody here refers to it.
+            kept, num_others = weakref.ref(grad), tensors.num_sharing(grad, before)
+            if num_others and sharing is None:
+                sharing = _Sharing.of(self._params)
+            if not (num_others and sharing is not None and sharing.is_kept(grad, num_others)):
                 del grad
                 param.grad = average
             if (grad := kept()) is None:
                 continue
-            if not users:  # autograd may give gradients of several parameters the same memory
-                others = (p.grad for p in self._params if p is not param)
-                strided = (g for g in others if g is not None and g.layout is torch.strided)
-                users.update([storage, *map(tensors.storage_of, strided)])
-            if users[storage] == 1 and tensors.is_writeable(grad):
+            if tensors.is_writeable(grad) and not (sharing and index in sharing.overlapping):
                 grad.detach().copy_(average)
                 param.grad = grad
             else:
@@ -725,6 +724,36 @@ class OptimizerSync:
         self.update.let_go()
         self.leave_buffers()
         _remove(self._hooks, self.reducer, self._forward.stop)
+
+
+class _Sharing(NamedTuple):
+    """Gradients of one optimizer that are in one memory, as autograd or the program puts them."""
+
+    num_gradients: dict[int, int]
+    """By storage."""
+    overlapping: set[int]
+    """Indices of those that have elements in common."""
+
+    @classmethod
+    def of(cls, params: Sequence[torch.Tensor]) -> _Sharing:
+        places: dict[int, list[tuple[int, int, int]]] = {}
+        for index, param in enumerate(params):
+            grad = param.grad
+            if grad is not None and grad.layout is torch.strided:
+                place = (*tensors.extent(grad), index)
+                places.setdefault(tensors.storage_of(grad), []).append(place)
+        overlapping = set()
+        for found in places.values():
+            end, last = 0, -1
+            for start, stop, index in sorted(found):
+                if start < end:
+                    overlapping |= {last, index}
+                end, last = max((end, last), (stop, index))
+        return cls({storage: len(found) for storage, found in places.items()}, overlapping)
+
+    def is_kept(self, grad: torch.Tensor, num_others: int) -> bool:
+        """Whether anything but gradients is in a gradient's memory."""
+        return num_others >= self.num_gradients[tensors.storage_of(grad)]
 
 
 def _can_be(grad: torch.Tensor, layout: tensors.Layout) -> bool:

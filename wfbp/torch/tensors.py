@@ -198,11 +198,6 @@ def storage_of(tensor: torch.Tensor) -> int:
     return address
 
 
-def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all that is in its memory; else this belongs to something larger."""
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
 def lent(slot: BufferView, layout: Layout) -> LentTensor:
     """The tensor of a reduced gradient, or of a shard of one."""
     made: list[Any] = [] if slot.lent is None else slot.lent
@@ -220,11 +215,18 @@ def _num_uses(tensor: torch.Tensor) -> tuple[int, int]:
 _USES_OF_ONE = _num_uses(torch.empty(1))[1]
 
 
-def shares_memory(tensor: torch.Tensor, own: LentTensor | None) -> bool:
-    """Whether other tensors use a tensor's memory, beside the one that may have been lent."""
+def num_sharing(tensor: torch.Tensor, own: LentTensor | None) -> int:
+    """How many other tensors are in a tensor's memory, beside the one that may have been lent."""
     address, uses = _num_uses(tensor)
     is_lent = own is not None and address == own.storage
-    return uses > (own._num_uses + 1 if own is not None and is_lent else _USES_OF_ONE)
+    return uses - (own._num_uses + 1 if own is not None and is_lent else _USES_OF_ONE)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a strided tensor's first byte, and of the one behind its last."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size() * (tensor.numel() > 0)
 
 
 def location_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Location:

@@ -782,14 +782,22 @@ def averages_that_nobody_keeps_are_not_copied() -> None:
 @with_schedules
 def gradients_in_a_list() -> None:
     """Zeroed in place by a list that was made before wrapping, or before or after the first step,
-    of the gradients or of views of them."""
+    of the gradients, of views of them, or of the memory that they are views of."""
 
     def listed(net: nn.Module, is_flat: bool) -> list[torch.Tensor]:
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         return [grad.view(-1) for grad in grads] if is_flat else grads
 
+    def in_one_memory(net: nn.Module) -> list[torch.Tensor]:
+        params = list(net.parameters())
+        memory = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype)
+        parts = memory.split([p.numel() for p in params])
+        for p, part in zip(params, parts, strict=True):
+            p.grad = part.view(p.shape)
+        return [memory]
+
     cases = [("wrapping", True), ("first step", False), ("a step", True), ("later", False)]
-    for (when, is_flat), schedule in itertools.product(cases, SCHEDULES):
+    for (when, is_flat), schedule in itertools.product([*cases, ("memory", True)], SCHEDULES):
         model, reference = pair()
         lists: list[list[torch.Tensor]] = []
         nets = (model, reference)
@@ -798,6 +806,8 @@ def gradients_in_a_list() -> None:
                 for p in net.parameters():
                     p.grad = torch.zeros_like(p)
             lists = [listed(net, is_flat) for net in nets]
+        elif when == "memory":
+            lists = [in_one_memory(net) for net in nets]
         optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
         plain = momentum(reference.parameters())
         for step in range(2 * STEPS):
