@@ -137,8 +137,12 @@ class _Drawing:
             # (A step with Nesterov's momentum changes gradients, of which it may get shards.)
             and not any(o.kind == "nesterov" for o in optimizers)
         ):
-            # A list is stale, and gradients are carried, once the program has replaced them.
-            self.zero = chance.choice([self.zero, self.zero, self.zero, "list", "carry"])
+            # A list is stale, and gradients are carried, once the program has replaced them. It must
+            # become so on all ranks: each must have every gradient, which shards do not show.
+            ways = [self.zero] * 3 + ["carry"]
+            if not any(part.when in _BY_RANK for part in layers):
+                ways.append("list")
+            self.zero = chance.choice(ways)
         actions: list[Step | Act] = []
         self.added: set[int] = set()
         num_steps = chance.randint(3, 12)
@@ -292,8 +296,8 @@ class _Drawing:
             if closure:
                 passes = self._passes(1)
                 return replace(step, optimizers=(k,), closure=True, passes=passes)
-        some = self.likely(0.1) and not self.hooked
-        step = replace(step, passes=self._passes(0 if some else 1))
+        none = self.likely(0.1) and not self.hooked and self.zero != "list"
+        step = replace(step, passes=self._passes(0 if none else 1))
         if count > 1 and self.likely(0.15) and self.zero not in _IN_PLACE:
             others = {o.model for o in self.optimizers} - models
             step = replace(step, others=tuple(others))
@@ -302,7 +306,7 @@ class _Drawing:
             step = replace(
                 step,
                 discard=chance.choice(["optimizer", "zeros", "model", "loop"]),
-                discarded_on=some if self.likely(0.4) else (0, 1, 2),
+                discarded_on=some if self.likely(0.4) and self.zero != "list" else (0, 1, 2),
             )
         sure = min(step.passes) > 0
         # A program that a rank alone is refused would have to end, and others with it.
@@ -389,7 +393,8 @@ class _Drawing:
                 step = replace(step, gradients="touch scale")
         if simple and len(which) == 1 and self.optimizers[which[0]].kind == "own methods":
             ways = ["add", "finish", "finish"]
-            if not step.assigned and self.optimizers[which[0]].op == "average":
+            averaged = self.optimizers[which[0]].op == "average"
+            if averaged and not step.assigned and len(set(step.passes[: self.ranks])) == 1:
                 ways += ["backward"] * 2
             step = replace(step, own=chance.choice(ways))
         return step
