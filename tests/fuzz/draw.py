@@ -137,8 +137,8 @@ class _Drawing:
             # (A step with Nesterov's momentum changes gradients, of which it may get shards.)
             and not any(o.kind == "nesterov" for o in optimizers)
         ):
-            # A list is stale, and gradients are carried, once the program has replaced them. It must
-            # become so on all ranks: each must have every gradient, which shards do not show.
+            # A list is stale, and gradients are carried, once the program has replaced them. That
+            # must be so on all ranks: each must have every gradient, which shards do not show.
             ways = [self.zero] * 3 + ["carry"]
             if not any(part.when in _BY_RANK for part in layers):
                 ways.append("list")
