@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree
 
 from wfbp.runtime import signals
+from wfbp.torch.compiling import uncompiled
 
 log = logging.getLogger("wfbp")
 
@@ -149,8 +150,12 @@ _recursive.create_script_module = _waiting(_recursive.create_script_module)
 
 
 def _compiling(*_: object) -> None:
-    """Before a compilation, whose guards compare classes."""
-    await_all("torch.compile reads them", of_any=True)
+    """Before a compilation, whose guards compare classes; it would trace hooks, too."""
+    why = "torch.compile reads them"
+    await_all(why, of_any=True)
+    for pending in list(_looking):
+        pending.stop(why)
+    _unhook()
 
 
 _called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -174,6 +179,7 @@ def _unhook() -> None:
         _hook.pop().remove()
 
 
+@uncompiled
 def _before_forward(module: nn.Module, inputs: object) -> None:
     _unhook()  # a program may have dropped an optimizer
     functorch: Any = torch._C._functorch

@@ -37,6 +37,7 @@ from tests.parallel.programs.torch.training import (
 )
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import process
+from wfbp.torch import pending
 from wfbp.torch.joining import join
 from wfbp.torch.pending import Pending
 
@@ -2024,4 +2025,30 @@ def operations_in_compiled_code() -> None:
             graphs.clear()
     equal(model, reference)
     assert not graphs, f"{len(graphs)} graphs after the fourth step"
+    torch._dynamo.reset()
+
+
+@check
+def hooks_are_not_compiled() -> None:
+    """A model that is compiled when its parameters are, or have been, pending."""
+    cached: Any = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
+    for compiled_from in (0, 3):
+        torch._dynamo.reset()
+        model, reference = pair()
+        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule="ps_layerwise")
+        plain = momentum(reference.parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            net: Any = model if step < compiled_from else torch.compile(model, backend="eager")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*global hooks")
+                net(data(step, wfbp.rank(), 4, 5)).square().mean().backward()
+            for rank in range(wfbp.size()):
+                loss = reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
+                loss.backward()
+            optimizer.step()
+            plain.step()
+            equal(model, reference, f"compiled from step {compiled_from} on, step {step}")
+        assert not cached(pending._before_forward.__code__)
     torch._dynamo.reset()
