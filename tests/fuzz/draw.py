@@ -139,8 +139,12 @@ class _Drawing:
         ):
             # A list is stale, and gradients are carried, once the program has replaced them. That
             # must be so on all ranks: each must have every gradient, which shards do not show.
+            # (A sparse gradient that is made dense is another object.)
             ways = [self.zero] * 3 + ["carry"]
-            if not any(part.when in _BY_RANK for part in layers):
+            dense = any(part.kind in SPARSE for part in layers) and not all(
+                o.sparse for o in optimizers
+            )
+            if not (dense or any(part.when in _BY_RANK for part in layers)):
                 ways.append("list")
             self.zero = chance.choice(ways)
         actions: list[Step | Act] = []
