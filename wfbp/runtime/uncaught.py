@@ -103,8 +103,11 @@ def _place(traceback: TracebackType | None) -> str:
 
 
 def _place_of(stack: StackSummary) -> str:
-    ours = str(Path(__file__).resolve().parents[1]), contextlib.__file__, "<frozen"
-    frames = [f for f in stack if not f.filename.startswith(ours)]
+    ours = str(Path(__file__).resolve().parents[1]), "<frozen"
+    python = Path(contextlib.__file__).parent  # where threads wait
+    frames = [
+        f for f in stack if not f.filename.startswith(ours) and Path(f.filename).parent != python
+    ]
     last = frames[-1] if frames else None
     return f"at {last.filename}:{last.lineno}, in {last.name}" if last else "within wfbp"
 

@@ -100,7 +100,8 @@ class GradientGuard:
             "optimizer.synchronize() first, then change gradients, then step inside 'with "
             "optimizer.skip_synchronize():'; to clip, call optimizer.clip_grad_norm_() instead; to "
             "forget gradients, optimizer.zero_grad(). A model that is wrapped in PyTorch's DDP "
-            "causes this, too"
+            "causes this, too, and so does a hook of a parameter that changes its gradient and was "
+            "registered after DistributedOptimizer was made"
         )
 
     def check(self, params: Sequence[torch.Tensor]) -> list[int]:
@@ -277,7 +278,8 @@ class OptimizerSync:
         """Of the last averages, which outlive what was lent if the plan changes."""
         # Data travels in the order that parameters have now, whatever becomes of them.
         self._layouts = [tensors.Layout.of(p) for p in params]
-        self._guard = GradientGuard(name, self._names, params[0].device.type == "cpu")
+        on_host = params[0].device.type == "cpu"
+        self._guard = GradientGuard(f"{runtime.where}: {name}", self._names, on_host)
         self._forward = ForwardProfiler(reducer, params)
         self.held: Reduced | None = None
         """Reduced gradients, if ``p.grad`` does not show them all."""
@@ -606,7 +608,10 @@ class OptimizerSync:
             self.synchronize()  # averages are rounded to 16 bits first, and scaled after that
         shards, whole = [], []
         own: dict[tuple[int, int], torch.Tensor] = {}  # once each, though gradients share memory
+        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for param, slot in zip(self._params, self.held or [None] * len(self._params), strict=True):
+            if id(param) not in stepped:  # the program has removed it
+                continue
             grad = param.grad
             if slot is not None and not slot.whole:
                 if len(slot.data):

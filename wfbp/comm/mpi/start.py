@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -247,7 +248,8 @@ def check_launch(mpi: ModuleType, comm: MPI.Comm | None) -> None:
     more = "" if promise.is_exact else " or more"
     actual = "this process alone" if size == 1 else f"{size} ranks"
     # A program in the command line is no help to read.
-    program = ["PROGRAM.py"] if "-c" in sys.orig_argv[:2] else sys.orig_argv
+    options = takewhile(lambda argument: argument.startswith("-"), sys.orig_argv[1:])
+    program = ["PROGRAM.py"] if "-c" in options else sys.orig_argv
     command = [sys.executable, "-m", "wfbp", "run", "-n", str(promise.size), *program]
     raise BackendError(
         f"this process is {who} of {promise.size}{more}, says {promise.launcher} "

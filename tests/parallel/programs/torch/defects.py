@@ -780,6 +780,16 @@ def averages_that_nobody_keeps_are_not_copied() -> None:
     assert all(are_there), are_there
 
 
+def in_one_memory(net: nn.Module) -> torch.Tensor:
+    """Let all gradients be views of one tensor."""
+    params = list(net.parameters())
+    memory = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype)
+    parts = memory.split([p.numel() for p in params])
+    for p, part in zip(params, parts, strict=True):
+        p.grad = part.view(p.shape)
+    return memory
+
+
 @with_schedules
 def gradients_in_a_list() -> None:
     """Zeroed in place by a list that was made before wrapping, or before or after the first step,
@@ -788,14 +798,6 @@ def gradients_in_a_list() -> None:
     def listed(net: nn.Module, is_flat: bool) -> list[torch.Tensor]:
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         return [grad.view(-1) for grad in grads] if is_flat else grads
-
-    def in_one_memory(net: nn.Module) -> list[torch.Tensor]:
-        params = list(net.parameters())
-        memory = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype)
-        parts = memory.split([p.numel() for p in params])
-        for p, part in zip(params, parts, strict=True):
-            p.grad = part.view(p.shape)
-        return [memory]
 
     cases = [("wrapping", True), ("first step", False), ("a step", True), ("later", False)]
     for (when, is_flat), schedule in itertools.product([*cases, ("memory", True)], SCHEDULES):
@@ -808,7 +810,7 @@ def gradients_in_a_list() -> None:
                     p.grad = torch.zeros_like(p)
             lists = [listed(net, is_flat) for net in nets]
         elif when == "memory":
-            lists = [in_one_memory(net) for net in nets]
+            lists = [[in_one_memory(net)] for net in nets]
         optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
         plain = momentum(reference.parameters())
         for step in range(2 * STEPS):
@@ -831,6 +833,55 @@ def gradients_in_a_list() -> None:
         optimizer.synchronize()
         for p, found in zip(model.parameters(), listed(model, is_flat), strict=True):
             same(found.view(p.shape), p.grad, "in the list")  # type: ignore[arg-type]
+
+
+@with_schedules
+def gradients_clipped_in_their_memory() -> None:
+    """By a program that has given all of them one tensor, between ``synchronize()`` and step."""
+    for schedule in SCHEDULES:
+        model, reference = pair()
+        memories = [in_one_memory(net) for net in (model, reference)]
+        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
+        plain = momentum(reference.parameters())
+        for step in range(2 * STEPS):
+            for memory in memories:
+                memory.zero_()
+            square(model, wfbp.rank(), step)
+            for rank in range(wfbp.size()):
+                loss = reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
+                loss.backward()
+            optimizer.synchronize()
+            for memory in memories:
+                memory.mul_(torch.clamp(0.05 / memory.norm(), max=1.0))
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            plain.step()
+            equal(model, reference, f"{schedule}, step {step}")
+
+
+@with_schedules
+def clipping_without_a_removed_parameter() -> None:
+    """The program has taken it out of the optimizer's groups: it counts no more."""
+    for schedule in SCHEDULES:
+        model, reference = pair()
+        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
+        plain = momentum(reference.parameters())
+        for step in range(2 * STEPS):
+            if step == STEPS:
+                for each in (optimizer, plain):
+                    del each.param_groups[0]["params"][1]
+            optimizer.zero_grad()
+            reference.zero_grad()
+            model.zero_grad()
+            square(model, wfbp.rank(), step)
+            for rank in range(wfbp.size()):
+                loss = reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
+                loss.backward()
+            optimizer.clip_grad_norm_(0.05)
+            nn.utils.clip_grad_norm_(plain.param_groups[0]["params"], 0.05)
+            optimizer.step()
+            plain.step()
+            equal(model, reference, f"{schedule}, step {step}")
 
 
 @with_schedules
