@@ -555,7 +555,8 @@ def test_a_table_casts(pack: ModuleType, dtype: str, wide: str) -> None:
     back = np.full(count + 1, 5.0, wide)
     table.pointers[1] = back.ctypes.data
     table.unpack()
-    assert np.array_equal(back[:-1], widen(halves, dtype), equal_nan=True)
+    with np.errstate(invalid="ignore"):  # newer NumPys warn of casts of signalling NaNs
+        assert np.array_equal(back[:-1], widen(halves, dtype), equal_nan=True)
     assert back[-1] == 5.0
     with pytest.raises(ValueError, match="scale is 2"):
         table.pack(2.0)
