@@ -128,7 +128,7 @@ def exchange(description: ExchangeDescription, gradients: Sequence[Any]) -> list
 # The primitives.
 
 _keys: WeakKeyDictionary[Any, dict[ExchangeDescription, int]] = WeakKeyDictionary()
-"""The keys of each program that is being lowered, by its MLIR context."""
+"""The keys of each program that is being lowered, by its MLIR module."""
 _keys_lock = threading.Lock()
 
 
@@ -147,7 +147,8 @@ def _lowered(
     target: str, context: Any, *operands: Any, site: ExchangeDescription, index: int | None = None
 ) -> Any:
     """A call of an XLA handler whose results may share memory with its operands."""
-    key = _key(context.module_context.context, site)
+    # Not its MLIR context, which JAX 0.12 gives to several programs.
+    key = _key(context.module_context.module, site)
     attributes: dict[str, Any] = {"exchange": np.int64(key)}
     if index is not None:
         attributes["index"] = np.int32(index)
