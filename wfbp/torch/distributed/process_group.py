@@ -71,6 +71,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if self not in _world.pg_backend_config:
+            # It is being made. PyTorch 2.15 attaches its flight recorder to groups with devices,
+            # which fails for groups without a backend in C++.
+            return []
         return [torch.device(kind) for kind in self._backends()]
 
     def _backends(self) -> dict[str, str]:
