@@ -70,7 +70,7 @@ def reduction(dtype: torch.dtype, op: str, size: int) -> Reduction:
     try:  # PyTorch decides
         example = raw(torch.ones(1, dtype=dtype))
         function([example, example], example)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(refused) from error
     return Reduction(dtype.itemsize, function=function)
 
