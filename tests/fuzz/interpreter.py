@@ -630,7 +630,7 @@ class Run:
 
     def _by_script(self, model: int, kept: bool) -> list[torch.Tensor]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", "`torch.jit")
             script = self._scripts.get(model) or torch.jit.script(Table(self.lists[model]))
             if kept:
                 self._scripts[model] = script

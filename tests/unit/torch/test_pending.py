@@ -234,7 +234,7 @@ SCRIPTS: dict[str, Callable[[nn.Module], Callable[[torch.Tensor], Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_read_what_has_arrived(name: str) -> None:
     """Made while parameters are pending, or before."""
@@ -257,7 +257,7 @@ def test_scripts_read_what_has_arrived(name: str) -> None:
     step.pending.wait_all()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_script_functions_wait_for_their_arguments() -> None:
     @torch.jit.script
     def total(tensors: List[torch.Tensor]) -> torch.Tensor:  # noqa: UP006

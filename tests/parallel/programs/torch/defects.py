@@ -1904,7 +1904,7 @@ def script_modules() -> None:
         model, reference = Encoder(), Encoder()
         trained: Any = model
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", "`torch.jit")
             script: Any = torch.jit.script(model)
             if made in ("before", "late"):
                 trained = script if made == "before" else model

@@ -87,7 +87,7 @@ def double(value: torch.Tensor) -> torch.Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit")
     doubled = torch.jit.script(double)
 
 
