@@ -6,7 +6,9 @@
 
 Each row is a clone of the last commit with its own environments, in ``build/versions``. A row that
 cannot be had (no such Python, package or system library) is reported, and does not fail. The newest
-PyTorch is a build for CUDA: its row takes about 8 GB. Prints a table for docs/how-to/install.md.
+PyTorch is a build for CUDA: its row takes about 8 GB. Rows with an MPI library of the system build
+mpi4py for it, as docs/how-to/site-mpi.md says, and run tests of MPI alone. On Debian they need
+``mpich libmpich-dev openmpi-bin libopenmpi-dev``. Prints a table for docs/how-to/install.md.
 """
 
 from __future__ import annotations
@@ -25,7 +27,22 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "versions"
-QUICK = "quick or not (parallel or slow)"
+QUICK = ("-m", "quick or not (parallel or slow)")
+MPI = tuple(
+    f"tests/{name}"
+    for name in (
+        "contract",
+        "parallel/test_collectives.py",
+        "parallel/test_comm_mpi.py",
+        "parallel/test_faults.py",
+        "parallel/test_launcher.py",
+        "parallel/test_process_groups.py",
+        "parallel/test_run.py",
+        "parallel/test_startup.py",
+        "parallel/test_torch.py",
+    )
+)
+"""Tests that differ most with the MPI library."""
 DIST = ("torch", "jax", "numpy", "mpi4py")
 
 
@@ -35,8 +52,9 @@ class Row(NamedTuple):
     name: str
     python: str
     pins: tuple[str, ...] = ()  # for pip; the newest of everything else
-    system: tuple[str, str] = ("", "")  # the system's mpirun and MPI library, for all of MPI
+    system: tuple[str, str] = ("", "")  # the system's mpirun and MPI compiler, for all of MPI
     is_openmpi: bool = False  # of the system's library
+    tests: tuple[str, ...] = QUICK
 
 
 ROWS = (
@@ -49,16 +67,22 @@ ROWS = (
         "mpich-4.0",
         "python3.11",
         ("torch==2.13.0",),
-        ("mpirun.mpich", "libmpich.so.12"),
+        ("mpirun.mpich", "mpicc.mpich"),
+        tests=(*MPI, "-m", "quick or parallel and not slow", "-k", "not openmpi"),
     ),
     Row(
         "openmpi-4.1",
         "python3.11",
         ("torch==2.13.0",),
-        ("mpirun.openmpi", "libmpi.so.40"),
+        ("mpirun.openmpi", "mpicc.openmpi"),
         is_openmpi=True,
+        tests=(*MPI, "-m", "parallel and not long", "-k", "openmpi"),
     ),
 )
+
+
+NOT_HAD = ("No matching distribution found", "ResolutionImpossible", "conflicting dependencies")
+"""What pip says of packages that the index does not have."""
 
 
 class MissingError(Exception):
@@ -91,6 +115,8 @@ def main() -> int:
             result, is_passed = run_tests(row, options.full)
         except MissingError as error:
             versions, result, is_passed = {}, f"not to be had: {error}", True
+        except subprocess.CalledProcessError as error:
+            versions, result, is_passed = {}, f"not installed: {_reason(error.stderr)}", False
         failed |= not is_passed
         cells = [row.name, *(versions.get(k, "") for k in ("python", *DIST, "mpi"))]
         lines.append(f"| {' | '.join(cells)} | {result} | {time.monotonic() - started:.0f} |")
@@ -119,10 +145,12 @@ def prepare(row: Row) -> dict[str, str]:
             PIP_CONSTRAINT=str(checkout / pinned),
         )
     except subprocess.CalledProcessError as error:
-        raise MissingError(_reason(error.stderr)) from error
+        if any(words in error.stderr for words in NOT_HAD):
+            raise MissingError(_reason(error.stderr)) from error
+        raise
     own = checkout / (".venv-openmpi" if row.is_openmpi else ".venv")
     if row.system[0]:
-        _use_system(own, *row.system)
+        _use_system(checkout, own, *row.system)
     program = (
         "import json, sys, platform, importlib.metadata as m\n"
         f"names = {DIST}\n"
@@ -154,28 +182,32 @@ def _pyenv(name: str) -> Iterator[Path]:
     yield from sorted(root.glob(f"versions/{number}.*/bin/{name}"), reverse=True)
 
 
-def _use_system(environment: Path, launcher: str, library: str) -> None:
-    """Let an environment use the MPI of the system."""
-    found = shutil.which(launcher)
-    if found is None:
-        raise MissingError(f"no {launcher}")
-    for name in ("mpirun", "mpiexec"):
+def _use_system(checkout: Path, environment: Path, launcher: str, compiler: str) -> None:
+    """Let one of a clone's environments use the MPI of the system."""
+    found = [shutil.which(name) for name in (launcher, compiler)]
+    if None in found:
+        raise MissingError(f"no {launcher} with {compiler}")
+    pip = (checkout / ".venv" / "bin" / "python", "-m", "pip", "--quiet")
+    install = (*pip, "install", "--no-deps", "--ignore-installed", "--no-cache-dir", "--prefix")
+    pins = str(checkout / "build" / "pins.txt")
+    if environment.name == ".venv":  # where the other environment finds all packages
+        _run(*install, checkout / ".venv-openmpi", "mpi4py", PIP_CONSTRAINT=pins)
+        _run(*pip, "uninstall", "--yes", "mpi4py", "mpich")
+    own = (environment, "--no-binary=mpi4py", "mpi4py")
+    _run(*install, *own, PIP_CONSTRAINT=pins, MPICC=str(found[1]))
+    for name in ("mpirun", "mpiexec"):  # no links: MPICH looks for its other programs beside them
         path = environment / "bin" / name
         path.unlink(missing_ok=True)
-        path.symlink_to(found)
-    # A .pth file runs at every start of this interpreter, under every launcher.
-    (packages,) = environment.glob("lib/python*/site-packages")
-    line = f"import os; os.environ.setdefault('MPI4PY_LIBMPI', '{library}')"
-    (packages / "mpi-of-the-system.pth").write_text(line + "\n")
+        path.write_text(f'#!/bin/sh\nexec {found[0]} "$@"\n')
+        path.chmod(0o755)
 
 
 def run_tests(row: Row, full: bool) -> tuple[str, bool]:
     """Run the suite of a row; returns its last line and whether it passed."""
     checkout = FOLDER / row.name
     python = checkout / ".venv" / "bin" / "python"
-    command = [python, "-m", "pytest", "-q", "-n", "2", *(() if full else ("-m", QUICK))]
-    if row.is_openmpi:
-        command += ["-k", "openmpi"]
+    chosen = row.tests[-2:] if "-k" in row.tests else ()
+    command = [python, "-m", "pytest", "-q", "-n", "2", *(chosen if full else row.tests)]
     log = FOLDER / f"{row.name}.log"
     with log.open("w") as file:
         done = subprocess.run(
@@ -185,8 +217,9 @@ def run_tests(row: Row, full: bool) -> tuple[str, bool]:
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-    last = log.read_text().strip().splitlines()[-1].strip("= ")
-    return re.sub(r" in .*", "", last), done.returncode == 0
+    counts = re.findall(r"^=*\s*(\d+ \w+.*) in [\d.]+s\b.*$", log.read_text(), re.MULTILINE)
+    result = counts[-1] if counts else f"no result, see {log}"
+    return result, done.returncode == 0
 
 
 def _environment(**variables: str) -> dict[str, str]:
