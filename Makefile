@@ -56,7 +56,7 @@ $(INSTALLED): $(SOURCES)
 	@$(MAKE_VENV)
 	@echo "Installing wfbp[$(EXTRAS)] into $(VENV)"
 	@# With JAX there before, the extension that ties to it is built as well.
-	@$(PIP_INSTALL) setuptools wheel pybind11 "jax; python_version >= '3.11'"
+	@$(PIP_INSTALL) "setuptools>=77" wheel pybind11 "jax; python_version >= '3.11'"
 	@$(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $@
 
@@ -64,7 +64,7 @@ $(INSTALLED): $(SOURCES)
 $(DEMO_INSTALLED): $(SOURCES)
 	@$(MAKE_VENV)
 	@echo "Installing wfbp[$(DEMO_EXTRAS)] into $(VENV)"
-	@$(PIP_INSTALL) setuptools wheel pybind11
+	@$(PIP_INSTALL) "setuptools>=77" wheel pybind11
 	@$(PIP_INSTALL) --no-build-isolation -e ".[$(DEMO_EXTRAS)]"
 	@touch $@
 
