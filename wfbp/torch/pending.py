@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree
 
 from wfbp.runtime import signals
-from wfbp.torch.compiling import uncompiled
+from wfbp.torch.compiling import uncompiled, uncompiled_methods
 
 log = logging.getLogger("wfbp")
 
@@ -194,6 +194,7 @@ def _before_forward(module: nn.Module, inputs: object) -> None:
             _await_param(param)
 
 
+@uncompiled_methods  # else a read within a compilation finds them half put back
 class PendingParameters:
     """The parameters of one optimizer; some may be pending.
 

@@ -268,6 +268,16 @@ def test_script_functions_wait_for_their_arguments() -> None:
     assert total(step.params) == 4.0
 
 
+def test_waits_in_compiled_code_are_not_compiled() -> None:
+    step = Step((4,), (4,))
+    wait = torch.compile(lambda: step.pending.wait(0), backend="eager")
+    wait()  # nothing is pending, so its compilation stops nothing
+    step.take()
+    assert step.pending
+    wait()
+    assert step.params[0].tolist() == [1.0] * 4
+
+
 @pytest.mark.parametrize(
     "keep",
     [
