@@ -179,7 +179,7 @@ def _unhook() -> None:
         _hook.pop().remove()
 
 
-@uncompiled
+@uncompiled  # PyTorch 2.15 fails at sets of weak references to compiled modules
 def _before_forward(module: nn.Module, inputs: object) -> None:
     _unhook()  # a program may have dropped an optimizer
     functorch: Any = torch._C._functorch
