@@ -194,7 +194,8 @@ def _use_system(checkout: Path, environment: Path, launcher: str, compiler: str)
         _run(*install, checkout / ".venv-openmpi", "mpi4py", PIP_CONSTRAINT=pins)
         _run(*pip, "uninstall", "--yes", "mpi4py", "mpich")
     own = (environment, "--no-binary=mpi4py", "mpi4py")
-    _run(*install, *own, PIP_CONSTRAINT=pins, MPICC=str(found[1]))
+    # Without optimizations: with them, one file compiles for minutes.
+    _run(*install, *own, PIP_CONSTRAINT=pins, MPICC=str(found[1]), CFLAGS="-O0")
     for name in ("mpirun", "mpiexec"):  # no links: MPICH looks for its other programs beside them
         path = environment / "bin" / name
         path.unlink(missing_ok=True)
