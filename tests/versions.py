@@ -6,9 +6,7 @@
 
 Each row is a clone of the last commit with its own environments, in ``build/versions``. A row that
 cannot be had (no such Python, package or system library) is reported, and does not fail. The newest
-PyTorch is a build for CUDA: its row takes about 8 GB. Rows with an MPI library of the system build
-mpi4py for it, as docs/how-to/site-mpi.md says, and run tests of MPI alone. On Debian they need
-``mpich libmpich-dev openmpi-bin libopenmpi-dev``. Prints a table for docs/how-to/install.md.
+PyTorch is a build for CUDA: its row takes about 8 GB. Prints a table for docs/how-to/install.md.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Row(NamedTuple):
     name: str
     python: str
     pins: tuple[str, ...] = ()  # for pip; the newest of everything else
-    system: tuple[str, str] = ("", "")  # the system's mpirun and MPI compiler, for all of MPI
+    system: tuple[str, str] = ("", "")  # the system's mpirun and MPI library
     is_openmpi: bool = False  # of the system's library
     tests: tuple[str, ...] = QUICK
 
@@ -67,14 +65,14 @@ ROWS = (
         "mpich-4.0",
         "python3.11",
         ("torch==2.13.0",),
-        ("mpirun.mpich", "mpicc.mpich"),
+        ("mpirun.mpich", "libmpich.so.12"),
         tests=(*MPI, "-m", "quick or parallel and not slow", "-k", "not openmpi"),
     ),
     Row(
         "openmpi-4.1",
         "python3.11",
         ("torch==2.13.0",),
-        ("mpirun.openmpi", "mpicc.openmpi"),
+        ("mpirun.openmpi", "libmpi.so.40"),
         is_openmpi=True,
         tests=(*MPI, "-m", "parallel and not long", "-k", "openmpi"),
     ),
@@ -150,7 +148,7 @@ def prepare(row: Row) -> dict[str, str]:
         raise
     own = checkout / (".venv-openmpi" if row.is_openmpi else ".venv")
     if row.system[0]:
-        _use_system(checkout, own, *row.system)
+        _use_system(own, *row.system)
     program = (
         "import json, sys, platform, importlib.metadata as m\n"
         f"names = {DIST}\n"
@@ -182,24 +180,27 @@ def _pyenv(name: str) -> Iterator[Path]:
     yield from sorted(root.glob(f"versions/{number}.*/bin/{name}"), reverse=True)
 
 
-def _use_system(checkout: Path, environment: Path, launcher: str, compiler: str) -> None:
-    """Let one of a clone's environments use the MPI of the system."""
-    found = [shutil.which(name) for name in (launcher, compiler)]
-    if None in found:
-        raise MissingError(f"no {launcher} with {compiler}")
-    pip = (checkout / ".venv" / "bin" / "python", "-m", "pip", "--quiet")
-    install = (*pip, "install", "--no-deps", "--ignore-installed", "--no-cache-dir", "--prefix")
-    pins = str(checkout / "build" / "pins.txt")
-    if environment.name == ".venv":  # where the other environment finds all packages
-        _run(*install, checkout / ".venv-openmpi", "mpi4py", PIP_CONSTRAINT=pins)
-        _run(*pip, "uninstall", "--yes", "mpi4py", "mpich")
-    own = (environment, "--no-binary=mpi4py", "mpi4py")
-    # Without optimizations: with them, one file compiles for minutes.
-    _run(*install, *own, PIP_CONSTRAINT=pins, MPICC=str(found[1]), CFLAGS="-O0")
+def _use_system(environment: Path, launcher: str, library: str) -> None:
+    """Let an environment use the MPI of the system, through mpi4py's wheel."""
+    if (found := shutil.which(launcher)) is None:
+        raise MissingError(f"no {launcher}")
+    # Debian's libraries do not have the names that the wheel asks for: a library without anything
+    # of its own has.
+    name = "libmpi.so.40" if "openmpi" in launcher else "libmpi.so.12"
+    stub = environment / "lib" / name
+    linker = (f"-Wl,-soname,{name}", "-Wl,--no-as-needed", f"-l:{library}")
+    try:
+        _run("gcc", "-shared", "-o", stub, *linker)
+    except subprocess.CalledProcessError as error:
+        raise MissingError(f"no {library}: {error.stderr.strip().splitlines()[0]}") from error
+    # A .pth file runs at every start of this interpreter, under every launcher.
+    (packages,) = environment.glob("lib/python*/site-packages")
+    line = f"import os; os.environ.setdefault('MPI4PY_LIBMPI', '{stub}')"
+    (packages / "mpi-of-the-system.pth").write_text(line + "\n")
     for name in ("mpirun", "mpiexec"):  # no links: MPICH looks for its other programs beside them
         path = environment / "bin" / name
         path.unlink(missing_ok=True)
-        path.write_text(f'#!/bin/sh\nexec {found[0]} "$@"\n')
+        path.write_text(f'#!/bin/sh\nexec {found} "$@"\n')
         path.chmod(0o755)
 
 
