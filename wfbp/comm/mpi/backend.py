@@ -270,7 +270,9 @@ class MpiBackend(HostBackend):
 
     def abort(self, code: int) -> None:
         unlink_segments(self._mpi)
-        self._comm.Abort(code)
+        # MPICH 4.0 ends no other rank if the communicator is a duplicate.
+        world = self._mpi.COMM_WORLD
+        (world if world.size == self.size else self._comm).Abort(code)
 
     def close(self) -> None:
         """Free the communicators. Collective; every work must be complete."""
