@@ -189,24 +189,23 @@ def _use_system(environment: Path, launcher: str, library: str) -> None:
     """Let an environment use the MPI of the system, through mpi4py's wheel."""
     if (found := shutil.which(launcher)) is None:
         raise MissingError(f"no {launcher}")
-    # Debian's libraries do not have the names that the wheel asks for: a library without anything
-    # of its own has.
-    name = "libmpi.so.40" if "openmpi" in launcher else "libmpi.so.12"
-    stub = environment / "lib" / name
-    linker = (f"-Wl,-soname,{name}", "-Wl,--no-as-needed", f"-l:{library}")
-    try:
-        _run("gcc", "-shared", "-o", stub, *linker)
-    except subprocess.CalledProcessError as error:
-        raise MissingError(f"no {library}: {error.stderr.strip().splitlines()[0]}") from error
+    path = Path(_run("gcc", f"-print-file-name={library}").strip())
+    if not path.is_absolute():
+        raise MissingError(f"no {library}")
+    if library == "libmpich.so.12":
+        # The wheel asks for another name, which a library without anything of its own has.
+        path = environment / "lib" / "libmpi.so.12"
+        linker = ("-Wl,-soname,libmpi.so.12", "-Wl,--no-as-needed", f"-l:{library}")
+        _run("gcc", "-shared", "-o", path, *linker)
     # A .pth file runs at every start of this interpreter, under every launcher.
     (packages,) = environment.glob("lib/python*/site-packages")
-    line = f"import os; os.environ.setdefault('MPI4PY_LIBMPI', '{stub}')"
+    line = f"import os; os.environ.setdefault('MPI4PY_LIBMPI', '{path}')"
     (packages / "mpi-of-the-system.pth").write_text(line + "\n")
     for name in ("mpirun", "mpiexec"):  # no links: MPICH looks for its other programs beside them
-        path = environment / "bin" / name
-        path.unlink(missing_ok=True)
-        path.write_text(f'#!/bin/sh\nexec {found} "$@"\n')
-        path.chmod(0o755)
+        script = environment / "bin" / name
+        script.unlink(missing_ok=True)
+        script.write_text(f'#!/bin/sh\nexec {found} "$@"\n')
+        script.chmod(0o755)
 
 
 def run_tests(row: Row, full: bool) -> tuple[str, bool]:
