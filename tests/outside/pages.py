@@ -30,6 +30,8 @@ from tests.support.snippets import PROGRAMS, ROOT, command_of, fenced, pages
 USER_PAGES = ("README.md", "docs/index.md", "docs/tutorials", "docs/how-to", "docs/reference")
 LIMIT_S = 600
 SOON = {"WFBP_TRIAL_STEPS": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+if os.geteuid() == 0:  # whom Open MPI refuses
+    SOON |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 ELSEWHERE = {
     r"^(docker|kubectl|sbatch|qsub|bsub|git|make|pip|python3 -m venv)\b": "not a command of wfbp",
@@ -44,6 +46,7 @@ SMALLER = {
     r"(-np?) \d+": r"\1 2",
     r"--hosts \d+": "--hosts 2",
     r"--model transformer": "--model mlp --rounds 1",
+    r"(examples/jax_transformer\.py)$": r"\1 --steps 50",
     r"--interface \S+ ": "",
 }
 """How commands are changed before they run."""
