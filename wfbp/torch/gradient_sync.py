@@ -497,16 +497,17 @@ class OptimizerSync:
             # in later steps: then it stays where it is. Whether they keep the object shows once
             # nobody here refers to it.
             kept, num_others = weakref.ref(grad), tensors.num_sharing(grad, before)
-            if num_others and sharing is None:
-                sharing = _Sharing.of(self._params)
-            if not (num_others and sharing is not None and sharing.is_kept(grad, num_others)):
+            if num_others:
+                sharing = sharing or _Sharing.of(self._params)
+            if not (sharing and num_others and sharing.is_kept(grad, num_others)):
                 del grad
                 param.grad = average
             if (grad := kept()) is None:
                 continue
-            if tensors.is_writeable(grad) and not (sharing and index in sharing.overlapping):
+            param.grad = grad
+            sharing = sharing or _Sharing.of(self._params)
+            if tensors.is_writeable(grad) and index not in sharing.overlapping:
                 grad.detach().copy_(average)
-                param.grad = grad
             else:
                 param.grad = average
 

@@ -2103,3 +2103,20 @@ def hooks_are_not_compiled() -> None:
             equal(model, reference, f"compiled from step {compiled_from} on, step {step}")
         assert not cached(pending._before_forward.__code__)
     torch._dynamo.reset()
+
+
+@with_schedules
+def one_tensor_as_two_gradients() -> None:
+    """The program gives it to both, and keeps it."""
+    for schedule in SCHEDULES:
+        params = [nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2)]
+        optimizer = wfbp.DistributedOptimizer(torch.optim.SGD(params, 1.0), schedule=schedule)
+        wanted = torch.zeros(3, dtype=torch.float64)
+        for step in range(2 * STEPS):
+            shared = data(step, wfbp.rank(), 3, 1).view(3)
+            params[0].grad = shared
+            params[1].grad = shared
+            optimizer.step()
+            wanted -= sum(data(step, r, 3, 1).view(3) for r in range(wfbp.size())) / wfbp.size()
+            for k, p in enumerate(params):
+                same(p.detach(), wanted, f"{schedule}, step {step}: parameter {k}", 1e-12)
