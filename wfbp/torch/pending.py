@@ -107,20 +107,36 @@ _pytree.register_pytree_node(
 )
 
 
-def _waiting(function: Any) -> Any:
+def _waiting(function: Any, await_those: Callable[[Iterable[object]], None]) -> Any:
     @wraps(function)
     def wait_and_call(*args: Any, **kwargs: Any) -> Any:
         if under_way:
-            await_all()
+            await_those((*args, *kwargs.values()))
         return function(*args, **kwargs)
 
     return wait_and_call
 
 
+def _await_everything(_: Iterable[object]) -> None:
+    await_all()  # what is held is not known
+
+
+def _await_given(arguments: Iterable[object]) -> None:
+    """Wait for parameters that are arguments, and for no others: programs call constructors with
+    numbers, too, in any thread."""
+    for argument in arguments:
+        if type(argument) is Pending:
+            _await_param(argument)
+
+
+def _await_listed(arguments: Iterable[Any]) -> None:
+    _await_given(next(iter(arguments), ()))
+
+
 _CONSTRUCTORS: Sequence[tuple[Any, Sequence[str]]] = (
+    (torch.nested, ("nested_tensor", "as_nested_tensor")),
     (torch, ("tensor", "as_tensor", "asarray", "from_dlpack", "to_dlpack")),
     (torch, [name for name in dir(torch) if name.startswith("sparse_") and "_tensor" in name]),
-    (torch.nested, ("nested_tensor", "as_nested_tensor")),
     (torch.Tensor, ("new", "new_tensor", "_make_subclass", "_make_wrapper_subclass")),
     (nn.Parameter, ("__new__",)),
     (torch.utils.dlpack, ("from_dlpack", "to_dlpack")),
@@ -135,7 +151,8 @@ def _let_constructors_wait() -> None:
     for owner, names in _CONSTRUCTORS:
         for name in names:
             if (function := getattr(owner, name, None)) is not None:
-                waiting = _waiting(function)
+                await_those = _await_listed if owner is torch.nested else _await_given
+                waiting = _waiting(function, await_those)
                 waiting.__qualname__ = name  # where pickle finds it
                 if operator := builtins._find_builtin(function):
                     builtins._register_builtin(waiting, operator)
@@ -144,9 +161,9 @@ def _let_constructors_wait() -> None:
 
 _script_kinds: Any = torch.jit.ScriptFunction, torch._C.ScriptMethod
 for _kind in _script_kinds:
-    _kind.__call__ = _waiting(_kind.__call__)
+    _kind.__call__ = _waiting(_kind.__call__, _await_everything)
 _recursive: Any = torch.jit._recursive
-_recursive.create_script_module = _waiting(_recursive.create_script_module)
+_recursive.create_script_module = _waiting(_recursive.create_script_module, _await_everything)
 
 
 def _compiling(*_: object) -> None:

@@ -347,3 +347,18 @@ def test_it_lives_until_all_has_arrived() -> None:
     del step.pending
     assert param.tolist() == [1.0] * 4
     assert not pending.under_way
+
+
+def test_constructors_wait_for_what_they_are_given_alone() -> None:
+    """Other threads may await the rest in another order."""
+    step = Step((2,), (3,))
+    step.take()
+    assert torch.tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
+    assert nn.Parameter(torch.ones(1)).tolist() == [1.0]
+    assert not step.arrivals.awaited
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of PyTorch, which would clone it
+        assert torch.tensor(step.params[1]).tolist() == [1.0] * 3
+    assert step.arrivals.awaited == [1]
+    assert nn.Parameter(step.params[0]).tolist() == [1.0] * 2
+    assert step.arrivals.awaited == [1, 0]
