@@ -359,6 +359,5 @@ def test_constructors_wait_for_what_they_are_given_alone() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of PyTorch, which would clone it
         assert torch.tensor(step.params[1]).tolist() == [1.0] * 3
-    assert step.arrivals.awaited == [1]
+    assert step.arrivals.awaited == [1], "which the other one arrives with"
     assert nn.Parameter(step.params[0]).tolist() == [1.0] * 2
-    assert step.arrivals.awaited == [1, 0]
