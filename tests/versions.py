@@ -81,7 +81,7 @@ ROWS = (
 
 
 NOT_HAD = ("No matching distribution found", "ResolutionImpossible", "conflicting dependencies")
-"""What pip says of packages that the index does not have."""
+"""Texts of pip about packages that the index does not have."""
 
 
 class MissingError(Exception):
@@ -194,7 +194,7 @@ def _use_system(environment: Path, launcher: str, library: str) -> None:
     own.unlink(missing_ok=True)
     if name == library:
         own.symlink_to(path)
-    else:  # a library with the right name, and without anything of its own
+    else:  # an empty library with the right name
         linker = (f"-Wl,-soname,{name}", "-Wl,--no-as-needed", f"-l:{library}")
         _run("gcc", "-shared", "-o", own, *linker)
     for name in ("mpirun", "mpiexec"):  # no links: MPICH looks for its other programs beside them

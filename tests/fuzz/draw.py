@@ -129,12 +129,12 @@ class _Drawing:
         )
         if self.zero == "model zeros" and any(o.part != "all" for o in optimizers):
             self.zero = "zeros"  # in place, it would change what the other optimizer sends
-        # What is kept must mean the same in one process, and no other optimizer may send it.
+        # Kept gradients must mean the same in one process, and no other optimizer may send them.
         if (
             whole
             and not (self.scaled or self.hooked or self.counted)
             and all(o.op == "average" for o in optimizers)
-            # (A step with Nesterov's momentum changes gradients, of which it may get shards.)
+            # (A step with Nesterov's momentum changes gradients, and may get their shards.)
             and not any(o.kind == "nesterov" for o in optimizers)
         ):
             # A list is stale, and gradients are carried, once the program has replaced them. That

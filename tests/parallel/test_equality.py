@@ -38,8 +38,8 @@ RUNS = {
         *((schedule, equality.DOUBLE) for schedule in (*ALL_REDUCE, *DECOUPLED)),
         *(("dear", optimizer) for optimizer in further_optimizers.ALL),
     ],
-    # Planners do not know the number of ranks. What five ranks could do otherwise than two or
-    # three is to cut and to send: whole groups, single tensors, and both in one plan.
+    # Planners do not know the number of ranks. Five ranks cut and send otherwise than two or
+    # three: whole groups, single tensors, and both in one plan.
     5: [
         (schedule, equality.DOUBLE)
         for schedule in ("auto", "layerwise", "hybrid", "ps_layerwise", "replicated")

@@ -141,7 +141,7 @@ _CONSTRUCTORS: Sequence[tuple[Any, Sequence[str]]] = (
     (nn.Parameter, ("__new__",)),
     (torch.utils.dlpack, ("from_dlpack", "to_dlpack")),
 )
-"""What makes a tensor of another one's values, and does not ask that one's class."""
+"""Functions that read a tensor and ignore its ``__torch_function__``."""
 
 
 @cache

@@ -223,7 +223,7 @@ def num_sharing(tensor: torch.Tensor, own: LentTensor | None) -> int:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a strided tensor's first byte, and of the one behind its last."""
+    """A strided tensor's first address, and the first one after it."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size() * (tensor.numel() > 0)
