@@ -494,8 +494,8 @@ class OptimizerSync:
                 param.grad = average
                 continue
             # Programs may keep it, or views of it, or the memory that it is a view of, and use them
-            # in later steps: then it stays where it is. A weak reference shows whether they keep the
-            # object, once this loop has dropped its own.
+            # in later steps: then it stays where it is. A weak reference shows whether they keep
+            # the object, once this loop has dropped its own.
             kept, num_others = weakref.ref(grad), tensors.num_sharing(grad, before)
             if num_others:
                 sharing = sharing or _Sharing.of(self._params)

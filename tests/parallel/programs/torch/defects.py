@@ -792,8 +792,8 @@ def in_one_memory(net: nn.Module) -> torch.Tensor:
 
 @with_schedules
 def gradients_in_a_list() -> None:
-    """A program zeroes them in place. It made its list before wrapping, or before or after the first
-    step. The list holds the gradients, views of them, or the memory of all."""
+    """A program zeroes them in place. It made its list before wrapping, or before or after the
+    first step. The list holds the gradients, views of them, or the memory of all."""
 
     def listed(net: nn.Module, is_flat: bool) -> list[torch.Tensor]:
         grads = [p.grad for p in net.parameters() if p.grad is not None]
