@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -196,7 +199,8 @@ def test_a_deadlock_of_some_ranks_does_not_need_the_others() -> None:
 
 def test_threads_of_the_program_are_counted_before_they_communicate() -> None:
     before, over = num_program_threads(), threading.Event()
-    threads = [threading.Thread(target=over.wait, name=n) for n in ("loader", "wfbp-comm")]
+    helpers = ("wfbp-comm", "tqdm_monitor", "QueueFeederThread")  # which never communicate
+    threads = [threading.Thread(target=over.wait, name=n) for n in ("loader", *helpers)]
     for thread in threads:
         thread.start()
     try:
@@ -205,6 +209,23 @@ def test_threads_of_the_program_are_counted_before_they_communicate() -> None:
         over.set()
         for thread in threads:
             thread.join()
+
+
+def test_real_helpers_of_programs_are_no_threads_of_theirs(tmp_path: Path) -> None:
+    """Else a progress bar, a loader with workers or a log of TensorBoard hides every deadlock."""
+    before, num_frames = num_program_threads(), len(sys._current_frames())
+    writer = pytest.importorskip("tensorboardX").SummaryWriter(str(tmp_path))
+    queue: Any = multiprocessing.Queue()
+    try:
+        writer.add_scalar("loss", 1.0, 1)
+        queue.put(1)
+        assert len(sys._current_frames()) > num_frames
+        assert num_program_threads() == before
+    finally:
+        writer.close()
+        queue.get()
+        queue.close()
+        queue.join_thread()
 
 
 def test_nothing_is_judged_where_other_threads_may_go_on() -> None:

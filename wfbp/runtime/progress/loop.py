@@ -42,15 +42,25 @@ _YOUNG_S = 1.0
 
 OWN_THREADS = "wfbp-"
 """Names of threads that never begin an operation start so."""
+_HELPERS = ("tqdm_monitor", "QueueFeederThread", "(_pin_memory_loop)")
+"""What names of others end with: of progress bars, and of PyTorch's DataLoader with workers."""
+_WRITERS = ("tensorboard",)
+"""Packages whose classes of threads only write files."""
 
 Message = Callable[[], None]
 NoticeHandler = Callable[[int, dict[str, Any]], object]
 
 
 def num_program_threads() -> int:
-    """Threads that may begin operations: all that run Python but those of this package."""
-    own = {t.ident for t in threading.enumerate() if t.name.startswith(OWN_THREADS)}
-    return len(sys._current_frames().keys() - own)
+    """Threads that may begin operations: all that run Python but those known never to do so."""
+    never = {
+        t.ident
+        for t in threading.enumerate()
+        if t.name.startswith(OWN_THREADS)
+        or t.name.endswith(_HELPERS)
+        or type(t).__module__.startswith(_WRITERS)
+    }
+    return len(sys._current_frames().keys() - never)
 
 
 class AutoResetEvent:
