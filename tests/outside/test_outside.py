@@ -91,7 +91,7 @@ def test_variables_that_are_not_wanted(tmp_path: Path) -> None:
     script = HERE / "environment_script.py"
     done = wfbprun("--no-torch-env", script, "--checkpoint", tmp_path / "ckpt")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "trained on 1 ranks\n" * 2
+    assert done.stdout.count("trained on 1 ranks") == 2  # perhaps in one line
     assert "ended without wfbp.init()" in done.stderr
 
 

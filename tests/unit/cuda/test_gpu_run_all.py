@@ -69,7 +69,7 @@ def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     assert found.verdict == "timed out"
     assert found.seconds < 60
     log = log_of("part", tmp_path)
-    assert log.count("Fatal Python error: Aborted") == 3
+    assert log.count("Fatal Python error") == 3  # they print at the same time
     (pids,) = re.findall(r"^children (\d+) (\d+)$", log, re.MULTILINE)
     for pid in pids:
         for _ in range(1000):
