@@ -17,6 +17,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from tests.contract.checks import CHECKS, LARGEST
+from tests.support.cores import leave_cores
 from tests.support.hosts import as_on_hosts, in_turn
 from tests.support.python_transfers import PythonTransfers
 from wfbp.comm.mpi.backend import MpiBackend
@@ -26,6 +27,7 @@ WAYS = ("one host", "many ranks", "hosts", "mixed")
 
 
 def main(folder: str) -> None:
+    leave_cores()
     found: list[str] = []
     for way in WAYS:
         if way == "one host" and MPI.COMM_WORLD.size > 3:

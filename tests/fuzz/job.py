@@ -26,6 +26,7 @@ import wfbp.torch as wfbp
 from tests.fuzz.interpreter import Run, difference, rounding_decides
 from tests.fuzz.program import Program, loads
 from tests.parallel.programs.harness import freeze_imports
+from tests.support.cores import leave_cores
 from wfbp.config import Config
 
 TOGETHER = 6
@@ -117,6 +118,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     freeze_imports()
+    leave_cores()
     world = MPI.COMM_WORLD
     programs = [loads(text) for text in json.loads((out / "programs.json").read_text())]
     with (out / f"rank{world.rank}.jsonl").open("a") as file:

@@ -39,6 +39,9 @@ def wfbprun(
     return start(launcher.interpreter(mpi), "-m", "wfbp", "run", "-n", 2, *words, **variables)
 
 
+ALSO_OPEN_MPI = pytest.param("openmpi", marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize("backend", ["wfbp", "gloo"])
 def test_a_script_that_reads_rank_trains_as_one_job(backend: str, tmp_path: Path) -> None:
     script = HERE / "environment_script.py"
@@ -77,6 +80,7 @@ def test_a_program_that_starts_nothing_is_warned_of_once(mpi: str) -> None:
     assert done.stderr.count("started on 2 ranks, and ended without wfbp.init()") == 1
 
 
+@pytest.mark.parametrize("mpi", ["mpich", ALSO_OPEN_MPI], indirect=True)
 def test_workers_and_children_of_ranks_are_none(mpi: str) -> None:
     """One sentence from each that calls init(), instead of the launcher's raw errors."""
     done = wfbprun(HERE / "unguarded.py", mpi=mpi)

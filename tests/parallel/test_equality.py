@@ -38,21 +38,16 @@ RUNS = {
         *((schedule, equality.DOUBLE) for schedule in (*ALL_REDUCE, *DECOUPLED)),
         *(("dear", optimizer) for optimizer in further_optimizers.ALL),
     ],
-    # Planners do not know the number of ranks. Five ranks cut and send otherwise than two or
-    # three: whole groups, single tensors, and both in one plan.
-    5: [
-        (schedule, equality.DOUBLE)
-        for schedule in ("auto", "layerwise", "hybrid", "ps_layerwise", "replicated")
-    ],
 }
 """Schedules and optimizers that are compared, by number of ranks."""
 LONG = {
-    ranks: [
-        (schedule, "momentum")
-        for schedule in DECOUPLED
-        if (schedule, "momentum") not in RUNS[ranks]
-    ]
-    for ranks in (2, 5)
+    2: [(name, "momentum") for name in DECOUPLED if (name, "momentum") not in RUNS[2]],
+    # Planners do not know the number of ranks. Five ranks cut and send otherwise than two or
+    # three.
+    5: [
+        *((schedule, "momentum") for schedule in DECOUPLED),
+        *((schedule, equality.DOUBLE) for schedule in ("layerwise", "replicated")),
+    ],
 }
 """Further ones, in ``make test-long``."""
 UNDER_OPEN_MPI = [("auto", "adamw"), ("layerwise", "adamw")]

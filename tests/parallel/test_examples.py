@@ -22,7 +22,7 @@ pytest.importorskip("sklearn")
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(520)]
 
-SCHEDULES = {2: ("auto", "layerwise", "threshold"), 4: ("hybrid",)}
+SCHEDULES = {2: ("auto", "layerwise"), 4: ("hybrid",)}
 """By number of ranks; test_equality.py has all."""
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TOLERANCE = 0.006

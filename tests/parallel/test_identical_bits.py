@@ -61,4 +61,8 @@ def test_hosts_with_several_ranks() -> None:
     """They add in another order, which is the same for every schedule."""
     apart = bits(3, hosts=(1, 2))
     assert apart["parameters"] != bits(3)["parameters"]
+
+
+@pytest.mark.long
+def test_hosts_that_add_in_order() -> None:
     assert bits(3, env=IN_ORDER, hosts=(1, 2)) == bits(3)

@@ -11,7 +11,10 @@ from tests.parallel.runs import Job
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
-JOBS = [Job("jax/operations", 1, "overlap"), Job("jax/operations", 2, "overlap", "openmpi")]
+JOBS = [
+    pytest.param(Job("jax/operations", 1, "overlap"), marks=pytest.mark.long),
+    Job("jax/operations", 2, "overlap", "openmpi"),
+]
 
 SENDING = (
     "values_inside_jit_and_outside",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.programs.torch import process_group_frameworks
 from tests.parallel.programs.torch.distributed_program import check
 from tests.parallel.runs import PROGRAMS, Job, outcome
 from tests.support.launcher import ROOT, mpirun
@@ -23,8 +24,21 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("name", check.all)
-@pytest.mark.parametrize("job", JOBS, ids=str)
+FRAMEWORKS = process_group_frameworks.check.all
+"""What PyTorch builds on the operations, which differ with the MPI library; it does not."""
+
+
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [
+        pytest.param(
+            job, name, marks=[pytest.mark.long] * (job.mpi != "mpich" and name in FRAMEWORKS)
+        )
+        for job in JOBS
+        for name in check.all
+    ],
+    ids=str,
+)
 def test_process_group(job: Job, name: str) -> None:
     job.passes(name)
 

@@ -19,6 +19,7 @@ from typing import Any
 from mpi4py import MPI
 
 import wfbp
+from tests.support.cores import leave_cores
 from tests.support.shared import NO_ERRORS
 from tests.support.snippets import snippets
 
@@ -76,6 +77,7 @@ def names_for(name: str, source: str) -> dict[str, Any]:
 
 def main() -> None:
     out, *chosen = sys.argv[1:]
+    leave_cores()
     warnings.simplefilter("error")
     for message in NO_ERRORS:
         warnings.filterwarnings("ignore", message)

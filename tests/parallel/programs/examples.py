@@ -18,6 +18,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 import wfbp
+from tests.support.cores import leave_cores
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DOCUMENTS = EXAMPLES.parent / "docs"
@@ -29,6 +30,7 @@ def first_program(document: Path) -> str:
 
 
 def main() -> None:
+    leave_cores()
     out, *runs = sys.argv[1:]
     told = {}
     for run in runs:
