@@ -12,17 +12,14 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 MODES = ("changing", "independent", "mixed")
 """By schedule ``auto``, by one that decouples all, and by hybrids that decouple every other
 tensor."""
-SAMPLE = [
-    Job("torch/program", n, mode) for n, mode in ((2, "changing"), (2, "independent"), (3, "mixed"))
-]
-REPEATS = SAMPLE[:2]
-"""Jobs that leave out what sets schedules itself: three ranks have that."""
+SAMPLE = [Job("torch/program", 2, "changing"), Job("torch/program", 3, "mixed")]
 CASES = [
     pytest.param(
         job,
         name,
+        # Only one job has what sets schedules itself.
         marks=pytest.mark.long
-        if job not in SAMPLE or (job in REPEATS and name in defects.own_schedules)
+        if job not in SAMPLE or (job.ranks == 2 and name in defects.own_schedules)
         else (),
         id=f"{job}-{name}",
     )
