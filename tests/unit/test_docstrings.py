@@ -31,6 +31,9 @@ def modules_with_examples() -> list[str]:
 
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_examples_run(name: str) -> None:
+    for framework in ("jax", "torch"):
+        if name.startswith(f"wfbp.{framework}"):
+            pytest.importorskip(framework)
     try:
         results = doctest.testmod(import_module(name))
     finally:
