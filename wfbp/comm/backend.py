@@ -80,6 +80,11 @@ class Backend(ABC):
         return False
 
     @property
+    def step_bytes(self) -> int | None:
+        """Bytes of a large message that a network carries at a time; None in shared memory."""
+        return None
+
+    @property
     def on_two_levels(self) -> bool:
         """Whether ranks combine in shared memory within hosts, and send messages between them. All
         collectives then prefer memory of :meth:`HostBackend.zeros`; else only all-reduce does."""

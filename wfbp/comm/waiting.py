@@ -1,8 +1,9 @@
 """How to wait for communication: low latency if it matters, else leave the core to training.
 
 Communication progresses only when tested, and testing occupies a core. ``urgent`` means that the
-training thread is blocked, so the core is free; ``gap`` is the usual time between two steps of a
-message; ``expected`` is the duration of the whole operation, which also replaces an unknown gap.
+training thread is blocked, so the core is free; ``gap`` is the time between two steps of a message,
+as predicted from the measured cost, or else as usual so far; ``expected`` is the duration of the
+whole operation, which also replaces an unknown gap.
 
     urgent,     waited < spin_s, gap unknown or short      spin (a busy wait's latency)
     not urgent, waited < 2 * expected_s <= 2 * short_s     spin (shorter than a nap)
@@ -29,10 +30,8 @@ PR_SET_TIMERSLACK = 29
 PR_GET_TIMERSLACK = 30
 SPIN_S = 1e-3
 """How long an urgent wait spins after the last progress."""
-SPIN_GAP_S = 2e-3
-"""An urgent wait spins only if steps usually follow within this."""
-CARRIED_SPIN_GAP_S = 2e-4
-"""The same if a network carries data between tests: spinning for longer steps gains nothing."""
+SPIN_GAP_S = 1e-3
+"""An urgent wait spins only if the next step is due within this: 512 KiB at 5 Gbit/s and more."""
 SHORT_S = 100e-6
 """Operations expected to end within this are spun for even when not urgent."""
 FIRST_NAP_S = 50e-6
@@ -55,11 +54,10 @@ def choose_nap_s(
     urgent: bool,
     expected_s: float | None = None,
     gap_s: float | None = None,
-    spin_gap_s: float = SPIN_GAP_S,
 ) -> float:
     """Seconds to nap, 0 to spin; ``waited_s`` and ``naps`` count from the last progress."""
     if urgent:
-        if waited_s < SPIN_S and (gap_s is None or gap_s < spin_gap_s):
+        if waited_s < SPIN_S and (gap_s is None or gap_s < SPIN_GAP_S):
             return 0.0
     elif expected_s is not None and waited_s < 2 * expected_s <= 2 * SHORT_S:
         return 0.0
@@ -85,17 +83,15 @@ class Waiter:
         self,
         activity: Callable[[], int] = lambda: 0,
         crowded: bool = False,
-        spin_gap_s: float = SPIN_GAP_S,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._spin_gap_s = spin_gap_s
         self._clock = clock
         self._sleep = sleep
         self._progress_s = clock()
         self._naps = 0
         self._activity = activity
-        self._crowded = crowded
+        self.crowded = crowded
         self._seen = activity()
         self._in_motion = False
         self._gap_s: float | None = None
@@ -103,13 +99,8 @@ class Waiter:
     @classmethod
     def watching(cls, backend: Backend, **clock: Any) -> Waiter:
         """A waiter for a backend's works and its duplicates', on this machine."""
-        carried = backend.progresses_alone or backend.on_two_levels
-        return cls(
-            partial(getattr, backend, "activity"),
-            crowded=backend.local_size > num_cores(),
-            spin_gap_s=CARRIED_SPIN_GAP_S if carried else SPIN_GAP_S,
-            **clock,
-        )
+        crowded = backend.local_size > num_cores()
+        return cls(partial(getattr, backend, "activity"), crowded, **clock)
 
     def progressed(self) -> None:
         """Record progress, completion or a start: wait attentively again."""
@@ -126,12 +117,14 @@ class Waiter:
         self._progress_s = now_s
         self._naps = 0
 
-    def nap_s(self, urgent: bool, expected_s: float | None) -> float:
-        """Seconds to nap now, 0 to spin; for callers that wait on an event."""
+    def nap_s(self, urgent: bool, expected_s: float | None, step_s: float | None = None) -> float:
+        """Seconds to nap now, 0 to spin; for callers that wait on an event. ``step_s`` is the
+        predicted gap: naps lengthen those that are observed, which would call for longer naps."""
         if self._activity() != self._seen:
             self.progressed()
         waited_s = self._clock() - self._progress_s
-        nap = choose_nap_s(waited_s, self._naps, urgent, expected_s, self._gap_s, self._spin_gap_s)
+        gap_s = self._gap_s if step_s is None else step_s
+        nap = choose_nap_s(waited_s, self._naps, urgent, expected_s, gap_s)
         self._naps += nap > 0
         return nap
 
@@ -145,7 +138,7 @@ class Waiter:
 
     def offer_core(self) -> None:
         """While spinning: yield to a peer that shares the core, if any."""
-        if self._crowded:
+        if self.crowded:
             _yield()
 
 

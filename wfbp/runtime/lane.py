@@ -75,10 +75,17 @@ class Lane:
         self._memory.settle()
         self._gather = None  # else it would keep memory that no plan uses any more
         self.buffers = self._make_buffers(plan, members)
-        self._expected_s = [
-            None if costs is None else costs.of(group.operation)(buffer.nbytes)
-            for group, buffer in zip(plan.groups, self.buffers, strict=True)
-        ]
+        step_bytes = self.backend.step_bytes
+        self._expected_s: list[float | None] = []
+        self._step_s: list[float | None] = []
+        for group, buffer in zip(plan.groups, self.buffers, strict=True):
+            cost = None if costs is None else costs.of(group.operation)
+            self._expected_s.append(None if cost is None else cost(buffer.nbytes))
+            if cost is None or step_bytes is None:
+                self._step_s.append(None)
+            else:  # of a large message, also where this one is small: its network is as slow
+                num_steps = max(1.0, buffer.nbytes / step_bytes)
+                self._step_s.append(cost(num_steps * step_bytes) / num_steps)
         self._num_backward = plan.num_backward
         self._sequencer = Sequencer(plan, WINDOW)
         # In one assignment: the communication thread may be asked where it is at any time.
@@ -248,6 +255,10 @@ class Lane:
     @property
     def expected_s(self) -> float | None:
         return self._expected_s[self._in_flight[0].group] if self._in_flight else None
+
+    @property
+    def step_s(self) -> float | None:
+        return self._step_s[self._in_flight[0].group] if self._in_flight else None
 
     @property
     def waiting_since(self) -> float | None:

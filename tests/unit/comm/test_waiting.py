@@ -162,9 +162,9 @@ class Network(LocalBackend):
         return self.steps()
 
 
-@pytest.mark.parametrize("gap_s", [0.5e-3, 1.2e-3])
-def test_nobody_spins_for_steps_of_a_network(gap_s: float) -> None:
+def test_nobody_spins_for_steps_of_a_slow_network() -> None:
     """At 1 Gbit/s there are 128 KB from one to the next; a rank spun all the time."""
+    gap_s = 1.2e-3
     clock = Clock()
     network = Network(Steps(clock, gap_s))
     waiter = Waiter.watching(network, clock=clock, sleep=clock.sleep)
@@ -174,6 +174,18 @@ def test_nobody_spins_for_steps_of_a_network(gap_s: float) -> None:
     idle_until(clock, start_s + 100 * gap_s, waiter, urgent=True)
     assert sum(clock.naps) > 0.9 * 100 * gap_s
     assert max(clock.naps) <= gap_s / 3
+
+
+@pytest.mark.parametrize(("step_s", "naps"), [(0.2e-3, False), (2.2e-3, True), (None, True)])
+def test_a_predicted_step_counts_more_than_those_that_naps_have_lengthened(
+    step_s: float | None, naps: bool
+) -> None:
+    """At 10 Gbit/s a megabyte went by in each nap, and the next nap was as long."""
+    clock = Clock()
+    waiter = Waiter(clock=clock, sleep=clock.sleep, activity=Steps(clock, 3e-3))
+    idle_until(clock, 60e-3, waiter, urgent=True)
+    waiter.progressed()
+    assert (waiter.nap_s(urgent=True, expected_s=8e-3, step_s=step_s) > 0) == naps
 
 
 def test_the_wait_for_the_first_step_is_not_a_gap() -> None:

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime import lane as lane_module
@@ -23,18 +24,25 @@ GATHERED = Plan(
     ),
 )
 
+COSTS = Costs(LinearCost(0.0, 0.5e-6))
+
 
 def step_of(number: int, count: int) -> Step:
     return Step(number, [1] * count, [None] * count, [])
 
 
 def make_lane(
-    plan: Plan, memory: Mock, buffers: list[Mock], monkeypatch: pytest.MonkeyPatch
+    plan: Plan,
+    memory: Mock,
+    buffers: list[Mock],
+    monkeypatch: pytest.MonkeyPatch,
+    step_bytes: int | None = None,
+    costs: Costs | None = None,
 ) -> Lane:
     left = iter(buffers)
     monkeypatch.setattr(lane_module, "GroupBuffer", lambda *_: next(left))
-    lane = Lane(Mock(rank=0), memory, ReducerOptions("single", 1))
-    lane.install(plan, range(len(plan.tensors)))
+    lane = Lane(Mock(rank=0, step_bytes=step_bytes), memory, ReducerOptions("single", 1))
+    lane.install(plan, range(len(plan.tensors)), costs)
     return lane
 
 
@@ -121,3 +129,31 @@ def test_a_group_waits_for_what_its_event_brought_and_not_for_the_end_of_the_ste
     lane.advance()
     calls = [call.args[0] for call in memory.begin_packing.call_args_list]
     assert calls == [["gradient"], ["end"]]
+
+
+@pytest.mark.parametrize(
+    ("step_bytes", "costs", "expected"),
+    [
+        (1000, COSTS, (2e-3, 0.5e-3)),
+        (8000, COSTS, (2e-3, 4e-3)),  # the network is as slow where the message is small
+        (None, COSTS, (2e-3, None)),  # in shared memory
+        (1000, None, (None, None)),  # before costs are measured
+    ],
+)
+def test_steps_of_a_message_are_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+    step_bytes: int | None,
+    costs: Costs | None,
+    expected: tuple[float | None, float | None],
+) -> None:
+    memory = Mock()
+    memory.is_enqueued.return_value = False
+    plan = Plan("single", FOUR, (Group((3, 2, 1, 0)),))
+    work = Mock(nbytes=4000, **{"test.return_value": False})
+    buffers = [Mock(nbytes=4000, **{"send.return_value": work})]
+    lane = make_lane(plan, memory, buffers, monkeypatch, step_bytes, costs)
+    assert (lane.expected_s, lane.step_s) == (None, None)
+    step = step_of(0, 4)
+    lane.events.extend([GroupReady(step, 0, ()), Close(step, ())])
+    lane.advance()
+    assert (lane.expected_s, lane.step_s) == expected

@@ -192,7 +192,7 @@ def test_who_waits_for_a_lane_sleeps_in_the_backend(
     names: list[str] = []
 
     def rest(nap_s: float, most_s: float) -> bool:
-        assert 0 < nap_s <= most_s < 0.1
+        assert 0 <= nap_s <= most_s < 0.1
         names.append(threading.current_thread().name)
         reply.put(7)
         return True

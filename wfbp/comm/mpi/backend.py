@@ -117,6 +117,12 @@ class MpiBackend(HostBackend):
         return self._topology.one_rank_per_host
 
     @property
+    def step_bytes(self) -> int | None:
+        if self.on_two_levels:
+            return self._levels.chunk_bytes  # type: ignore[union-attr]
+        return self._topology.chunking.chunk_bytes if self.progresses_alone else None
+
+    @property
     def on_two_levels(self) -> bool:
         return self._levels is not None and self._levels.between_hosts
 

@@ -37,6 +37,10 @@ class Topology:
             open_mpi = mpi.get_vendor()[0] == "Open MPI"
             chunk_bytes = min(4 << 20, comm.size << 19) if open_mpi else 4 << 20
             chunking = Chunking(chunk_bytes, window_bytes=chunk_bytes, small_bytes=256 << 10)
+        elif chunking is None and len(hosts) == comm.size:
+            # Small enough that a piece which has arrived is still in cache when it is reduced. A
+            # smaller window leaves a slow link idle while ranks nap.
+            chunking = Chunking(chunk_bytes=512 << 10)
         return cls(hosts, comm.rank, chunking or Chunking())
 
     def connect(self, comm: MPI.Comm, wanted: bool) -> SharedMemory | None:

@@ -37,6 +37,8 @@ _IDLE_S = 0.02
 """Time between looks for messages that nobody waits for."""
 _TESTS_PER_SPIN = 32
 _REST_S = 5e-3
+_SPIN_S = 2e-4
+"""How long to test without the interpreter while a thread waits."""
 _YOUNG_S = 1.0
 """Waits are judged, and described, once they are older."""
 
@@ -190,6 +192,11 @@ class LaneProtocol(Protocol):
         return None
 
     @property
+    def step_s(self) -> float | None:
+        """Expected time between two steps of its messages, None if unknown."""
+        return None
+
+    @property
     def waiting_since(self) -> float | None:
         """When the oldest collective under way was started, or last moved (``time.monotonic``)."""
 
@@ -267,7 +274,9 @@ class ProgressLoop:
             if self.error is not None:
                 return TICK_S
             nap_s = self._nap_s(urgent)
-            if nap_s <= 0:
+            if nap_s <= 0 and not self._waiter.crowded and self._rest_in_backend(0.0, _SPIN_S):
+                pass  # without the interpreter, which other threads may need
+            elif nap_s <= 0:
                 # Large messages in shared memory move a little per test.
                 for _ in range(_TESTS_PER_SPIN):
                     if self._advance():
@@ -294,17 +303,22 @@ class ProgressLoop:
 
     def rest(self, nap_s: float) -> None:
         """Sleep between two calls in the thread that waits, some milliseconds at most."""
-        polls = bool(self._queues or self.messages)
-        for lane in self._lanes:
-            polls = polls or (lane.polls and lane.busy)
         try:
-            # The backend releases the interpreter and tests without it, but does not notice
-            # ``wakeup``.
-            if not polls and self._backend.rest(nap_s, _REST_S):
+            if self._rest_in_backend(nap_s, _REST_S):
                 return
         except Exception as error:
             self._end_runtime(error)
         self.wakeup.wait(min(nap_s, _REST_S))
+
+    def _rest_in_backend(self, nap_s: float, most_s: float) -> bool:
+        """Let the backend test, with naps in between; False if more than its works is due.
+
+        It releases the interpreter and tests without it, but does not notice ``wakeup``.
+        """
+        polls = bool(self._queues or self.messages)
+        for lane in self._lanes:
+            polls = polls or (lane.polls and lane.busy)
+        return not polls and self._backend.rest(nap_s, most_s)
 
     def check_measurement(self, label: str, waited_s: float, members: Members = ALL_RANKS) -> None:
         """Raise the error that ends the runtime, if ranks failed or ``waited_s`` is too long."""
@@ -447,16 +461,16 @@ class ProgressLoop:
     def _nap_s(self, urgent: bool) -> float:
         """Seconds until the next look: 0 to spin, a tick if nothing is under way."""
         busy = bool(self._queues)
-        idle, longest_s = not busy and not urgent, None
+        idle, longest_s, step_s = not busy and not urgent, None, None
         for lane in self._lanes:
             if lane.busy:
                 busy, expected_s = True, lane.expected_s
                 idle = idle and lane.is_idle
                 if expected_s is not None and (longest_s is None or expected_s > longest_s):
-                    longest_s = expected_s
+                    longest_s, step_s = expected_s, lane.step_s
         if not busy:
             return TICK_S
-        nap_s = self._waiter.nap_s(urgent, longest_s)
+        nap_s = self._waiter.nap_s(urgent, longest_s, step_s)
         return _IDLE_S if idle and nap_s >= MAX_NAP_S else nap_s
 
     def _end_runtime(self, error: Exception) -> float:
