@@ -274,7 +274,8 @@ class ProgressLoop:
             if self.error is not None:
                 return TICK_S
             nap_s = self._nap_s(urgent)
-            if nap_s <= 0 and not self._waiter.crowded and self._rest_in_backend(0.0, _SPIN_S):
+            free = urgent and not self._waiter.crowded
+            if nap_s <= 0 and free and self._rest_in_backend(0.0, _SPIN_S):
                 pass  # without the interpreter, which other threads may need
             elif nap_s <= 0:
                 # Large messages in shared memory move a little per test.
