@@ -135,6 +135,7 @@ def test_collectives_of_the_backend(mpirun: Mpirun) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_round_trips_of_named_operations(mpirun: Mpirun) -> None:
     arguments = ("operations", "--json", "--rounds", 2, "--calls", 3, "--bytes", 4, 4000)
     run = mpirun(2, "-m", "tests.benchmarks", *arguments)

@@ -43,6 +43,7 @@ def test_sharded_updates_hold_a_part_of_the_state(mpirun: Callable[..., launcher
     assert whole / 2 < rows["sharded"]["state_bytes"] < whole / 2 * 1.02
 
 
+@pytest.mark.long
 def test_sharded_training_never_holds_what_other_ranks_update(
     mpirun: Callable[..., launcher.Run],
 ) -> None:
