@@ -20,7 +20,7 @@ ON_THREE = (
     "allreduce",
     "different_operations",
 )
-"""Checks in which several ranks agree against one; others would only repeat what two ranks do."""
+"""Checks of messages that name several ranks; the others would only repeat those on two ranks."""
 
 
 @pytest.mark.parametrize(

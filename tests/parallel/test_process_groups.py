@@ -25,7 +25,7 @@ JOBS = [
 
 
 FRAMEWORKS = process_group_frameworks.check.all
-"""What PyTorch builds on the operations, which differ with the MPI library; it does not."""
+"""Parts of PyTorch above the operations; they do not depend on the MPI library."""
 
 
 @pytest.mark.parametrize(

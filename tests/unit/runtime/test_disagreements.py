@@ -211,7 +211,7 @@ def test_threads_of_the_program_are_counted_before_they_communicate() -> None:
             thread.join()
 
 
-def test_real_helpers_of_programs_are_no_threads_of_theirs(tmp_path: Path) -> None:
+def test_threads_of_libraries_that_never_communicate_are_not_counted(tmp_path: Path) -> None:
     """Else a progress bar, a loader with workers or a log of TensorBoard hides every deadlock."""
     before, num_frames = num_program_threads(), len(sys._current_frames())
     writer = pytest.importorskip("tensorboardX").SummaryWriter(str(tmp_path))

@@ -34,7 +34,7 @@ from wfbp.runtime.progress.stall import (
 
 TICK_S = 0.05
 _IDLE_S = 0.02
-"""Time between looks for messages that nobody waits for."""
+"""Time between looks for messages while no thread waits."""
 _TESTS_PER_SPIN = 32
 _REST_S = 5e-3
 _SPIN_S = 2e-4
@@ -45,9 +45,9 @@ _YOUNG_S = 1.0
 OWN_THREADS = "wfbp-"
 """Names of threads that never begin an operation start so."""
 _HELPERS = ("tqdm_monitor", "QueueFeederThread", "(_pin_memory_loop)")
-"""What names of others end with: of progress bars, and of PyTorch's DataLoader with workers."""
+"""Endings of other such names: threads of progress bars and of DataLoaders with workers."""
 _WRITERS = ("tensorboard",)
-"""Packages whose classes of threads only write files."""
+"""Packages whose threads only write files."""
 
 Message = Callable[[], None]
 NoticeHandler = Callable[[int, dict[str, Any]], object]
@@ -274,17 +274,18 @@ class ProgressLoop:
             if self.error is not None:
                 return TICK_S
             nap_s = self._nap_s(urgent)
-            free = urgent and not self._waiter.crowded
-            if nap_s <= 0 and free and self._rest_in_backend(0.0, _SPIN_S):
-                pass  # without the interpreter, which other threads may need
-            elif nap_s <= 0:
-                # Large messages in shared memory move a little per test.
-                for _ in range(_TESTS_PER_SPIN):
-                    if self._advance():
-                        self._waiter.progressed()
-                        return 0.0
-                self._waiter.offer_core()
-            return nap_s
+            if nap_s > 0:
+                return nap_s
+            # Without the interpreter, which other threads may need.
+            if urgent and not self._waiter.crowded and self._rest_in_backend(0.0, _SPIN_S):
+                return 0.0
+            # Large messages in shared memory move a little per test.
+            for _ in range(_TESTS_PER_SPIN):
+                if self._advance():
+                    self._waiter.progressed()
+                    return 0.0
+            self._waiter.offer_core()
+            return 0.0
         except Exception as error:
             return self._end_runtime(error)
 
