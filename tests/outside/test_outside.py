@@ -66,19 +66,21 @@ def test_under_a_bare_mpirun(mpi: str, tmp_path: Path) -> None:
     assert done.stdout == "trained on 2 ranks\n"
 
 
+@pytest.mark.parametrize("mpi", ["mpich", ALSO_OPEN_MPI], indirect=True)
 def test_the_tutorials_way_of_starting(mpi: str) -> None:
     done = wfbprun(HERE / "tutorial_script.py", "wfbp", mpi=mpi)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained on 2 ranks, 128 samples\n"
 
 
-@pytest.mark.parametrize("backend", ["wfbp", "gloo"])
+@pytest.mark.parametrize("backend", ["wfbp", pytest.param("gloo", marks=pytest.mark.long)])
 def test_a_script_with_numbers_of_its_own(backend: str) -> None:
     done = wfbprun(HERE / "local_rank_script.py", "--backend", backend)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "trained on 2 ranks\n"
 
 
+@pytest.mark.parametrize("mpi", ["mpich", ALSO_OPEN_MPI], indirect=True)
 def test_a_program_that_starts_nothing_is_warned_of_once(mpi: str) -> None:
     done = wfbprun(HERE / "forgotten.py", mpi=mpi)
     assert done.returncode == 0, done.stderr

@@ -49,7 +49,8 @@ def test_training(mpirun: Mpirun, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(TINY)
     path = f"{launcher.ROOT}:{tmp_path}"
     words = ("training", "--model", "tiny:make", "--rounds", 2, "--json")
-    run = mpirun(2, "-m", "wfbp", "bench", *words, env={**SOON, "PYTHONPATH": path})
+    variables = {**SOON, "PYTHONPATH": path}
+    run = mpirun(2, "-m", "wfbp", "bench", *words, env=variables, preloaded="torch")
     assert run.rc == 0, run
     document = json.loads(run.stdout)
     assert document["ranks"] == 2

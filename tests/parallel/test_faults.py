@@ -61,7 +61,9 @@ def test_the_status_of_sys_exit_is_the_jobs(mpi: str) -> None:
     assert found.run.rc == 3, found.run
 
 
-@pytest.mark.parametrize("place", ["compute", "sleep", "busy-torch"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("compute", marks=pytest.mark.long), "sleep", "busy-torch"]
+)
 def test_an_exception_ends_ranks_that_never_look(place: str) -> None:
     """With one line of each; not with an error of PyTorch, whose parts MPI has ended already."""
     found = ended(3, "fail", place, 0, env=GRACE)

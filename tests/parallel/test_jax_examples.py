@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import pytest
@@ -16,15 +15,14 @@ pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(520)]
 
 MLP = "jax_mlp.py"
 DOCUMENT = "how-to/jax.md"
-NNX = "jax_flax_nnx.py --steps 100"
-FURTHER = ("jax_equinox.py --steps 100", "jax_flax_linen.py --steps 100")
-"""In ``make test-long``."""
-MODELS = [NNX, *(pytest.param(run, marks=pytest.mark.long) for run in FURTHER)]
-GPT = (
-    "jax_transformer.py --steps 50 --width 64 --depth 2 --context 32 --max-bytes 300000",
-    "jax_transformer.py --steps 2 --width 32 --depth 1 --max-bytes 300000",
+LIBRARIES = (
+    "jax_flax_nnx.py --steps 100",
+    "jax_equinox.py --steps 100",
+    "jax_flax_linen.py --steps 100",
 )
-"""At two ranks, and alone."""
+"""In ``make test-long``, as the transformer is."""
+MODELS = [pytest.param(run, marks=pytest.mark.long) for run in LIBRARIES]
+GPT = "jax_transformer.py --steps 50 --width 64 --depth 2 --context 32 --max-bytes 300000"
 SOON = (
     ("WFBP_TRIAL_STEPS", "1"),
     ("XLA_FLAGS", "--xla_backend_optimization_level=0"),
@@ -36,18 +34,11 @@ TOLERANCE = 1e-6
 """Relative, of a checksum: rounding over hundreds of steps."""
 
 
-def installed(library: str) -> bool:
-    return importlib.util.find_spec(library) is not None
-
-
 def told(ranks: int, run: str) -> str:
     """What the first rank of an example printed."""
-    for library in ("equinox", "flax"):
-        if library in run:
-            pytest.importorskip(library)
-    runs = [MLP, DOCUMENT, *[NNX, GPT[ranks == 1]] * installed("flax")]
-    if run in FURTHER:
-        runs = [run]
+    if run not in (MLP, DOCUMENT):
+        pytest.importorskip("equinox" if "equinox" in run else "flax")
+    runs = (MLP, DOCUMENT) if run in (MLP, DOCUMENT) else (run,)
     found = outcome("examples", ranks, *runs, timeout=250, env=SOON, preloaded="jax")
     assert found.run.rc == 0, found.run
     printed: str = found.ranks[0][run]
@@ -85,8 +76,9 @@ def test_models_of_other_libraries_learn(run: str) -> None:
     assert float(losses[-1]) < 0.7 * float(losses[0])
 
 
+@pytest.mark.long
 def test_transformer_learns_and_reports_its_plan() -> None:
-    output = told(2, GPT[0])
+    output = told(2, GPT)
     losses = re.search(r"loss\s*│ ([\d.]+) -> ([\d.]+)", output)
     assert losses is not None, output
     assert float(losses[2]) < float(losses[1]) - 1
@@ -95,5 +87,7 @@ def test_transformer_learns_and_reports_its_plan() -> None:
     assert len(set(checksums(output))) == 1
 
 
+@pytest.mark.long
 def test_transformer_runs_alone() -> None:
-    assert "nothing to exchange" in told(1, GPT[1])
+    short = "jax_transformer.py --steps 2 --width 32 --depth 1 --max-bytes 300000"
+    assert "nothing to exchange" in told(1, short)

@@ -38,11 +38,11 @@ with contextlib.suppress(OSError):
 
 
 def test_a_rank_that_ends_before_init_is_not_waited_for_for_ever() -> None:
-    run = launcher.mpirun(3, "-c", ABSENT, SEGMENTS, timeout=100, env={"WFBP_TIMEOUT_S": "3"})
+    run = launcher.mpirun(3, "-c", ABSENT, SEGMENTS, timeout=100, env={"WFBP_TIMEOUT_S": "2"})
     assert run.rc != 0, run
     assert "gone before init()" in run.stderr
     reason, _, stack = run.stderr.partition("Where this rank waits:")
-    assert "rank 0 of 3: MPI has not started within 3 s" in reason, run
+    assert "rank 0 of 3: MPI has not started within 2 s" in reason, run
     assert "let every rank call wfbp.init()" in reason
     assert "_start_which_waits_for_every_rank" in stack, run
     segments = run.stdout.split()
