@@ -76,26 +76,30 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
         )
     _on_rank_0(backend, lambda: _check_outputs(output, plot))
     try:
-        curves = measure(backend, max_bytes, seconds)
+        curves, kappa = measure(backend, max_bytes, seconds)
     except Exception as error:
         # The other ranks wait for this one.
         click.echo(f"wfbp probe: error: rank {backend.rank}: {error}", err=True)
         backend.abort(1)
         raise
-    _on_rank_0(backend, lambda: _tell(curves, backend.size, output, plot, as_json))
+    _on_rank_0(backend, lambda: _tell(curves, kappa, backend.size, output, plot, as_json))
     backend.close()
 
 
-def measure(backend: Backend, max_bytes: int, seconds: float) -> Curves:
-    """Time collectives for about ``seconds`` in all; collective, the same result on every rank."""
-    from wfbp.comm.probe import measure_cost
+def measure(backend: Backend, max_bytes: int, seconds: float) -> tuple[Curves, float]:
+    """Curves, and kappa without a spare core; collective, the same result on every rank.
+
+    Times collectives for about ``seconds`` in all, and then some more for kappa.
+    """
+    from wfbp.comm.probe import FINE_BYTES, measure_cost, measure_kappa
 
     curves = {}
     for operation in Operation:
         budget_s = seconds / len(Operation)
         measured = measure_cost(backend, max_bytes, operation=operation, budget_s=budget_s)
         curves[operation] = PiecewiseCost(monotone_points(measured))
-    return curves
+    nbytes = min(max_bytes, FINE_BYTES)
+    return curves, measure_kappa(backend, nbytes, curves[Operation.ALL_REDUCE](nbytes))
 
 
 def _on_rank_0(backend: Backend, act: Callable[[], None]) -> None:
@@ -127,10 +131,17 @@ def _check_outputs(output: str, plot: str | None) -> None:
             raise ValueError(f"{path}: may not be written")
 
 
-def _tell(curves: Curves, num_ranks: int, output: str, plot: str | None, as_json: bool) -> None:
+def _tell(
+    curves: Curves,
+    kappa: float,
+    num_ranks: int,
+    output: str,
+    plot: str | None,
+    as_json: bool,
+) -> None:
     """Write the files, and print how well a line fits each curve."""
     reduced, scattered, gathered = (curves[operation] for operation in Operation)
-    costs = Costs(reduced, scattered, gathered)
+    costs = Costs(reduced, scattered, gathered, kappa)
     document = {**costs.to_json(), "num_ranks": num_ranks}
     Path(output).write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
@@ -157,7 +168,7 @@ def _tell(curves: Curves, num_ranks: int, output: str, plot: str | None, as_json
             )
         )
     if as_json:
-        click.echo(json.dumps({"ranks": num_ranks, "output": output, "fit": fits}))
+        click.echo(json.dumps({"ranks": num_ranks, "output": output, "fit": fits, "kappa": kappa}))
         return
     print_table(
         f"{num_ranks} ranks; fitted alpha + beta * bytes, and how well that fits",
@@ -165,6 +176,7 @@ def _tell(curves: Curves, num_ranks: int, output: str, plot: str | None, as_json
         rows,
         [
             "the file holds the measured points; the fitted line is off by up to the worst error",
+            f"kappa {kappa:.2f}: compute takes {1 + kappa:.2f} times as long while messages travel",
             f"written: {output}" + (f", {plot}" if plot else ""),
             f"what to do with it: wfbp plan resnet-50 --cost {output}",
         ],

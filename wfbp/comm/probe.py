@@ -1,4 +1,4 @@
-"""Measures the cost of a collective on the current backend, by size.
+"""Measures what collectives cost on the current backend: seconds by size, and processor time.
 
 Plans use measured points, because fits are wrong by up to 9 times at small sizes. Small messages
 are measured as the runtime sends them, in a stream, two at a time. A single message would include
@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 from wfbp.comm.arrays import Buffer, split
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.waiting import Check, Waiter, wait
+from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.types import Op, Operation
 
 SMALLEST_BYTES = 4
@@ -33,6 +34,9 @@ STREAM_BYTES = 4 << 20
 LONGEST_STREAM = 64
 WINDOW = 2
 """Messages under way at once; the runtime's lanes send as many."""
+
+BUSY_STREAM = 4
+"""Messages of a stream whose processor time is measured."""
 
 COLD_BYTES = 16 << 20
 """Repetitions cycle through at least this much memory."""
@@ -102,6 +106,38 @@ def measure_cost(
     return sorted(points)
 
 
+def measure_kappa(
+    backend: Backend,
+    nbytes: int,
+    expected_s: float,
+    counts: bool = True,
+    *,
+    waiter: Waiter | None = None,
+    check: Check | None = None,
+) -> float:
+    """By how much all-reduces slow compute down if they take the core that it needs.
+
+    Of ``nbytes`` each, which takes ``expected_s``. The communication thread waits as it does while
+    training computes. If it is busy for a share s of the time, then compute has 1 - s of the core,
+    and takes 1 + kappa times as long, with kappa = s / (1 - s), up to ``MAX_KAPPA``. Collective and
+    blocking; the most of all ranks that ``counts``, or 0.
+    """
+    waiter = waiter or Waiter.watching(backend)
+    start = partial(_start, backend, Operation.ALL_REDUCE)
+    parts = _uncached_parts(backend.zeros(max(nbytes, COLD_BYTES)).view(np.float32), nbytes // 4)
+    await_work = partial(wait, waiter=waiter, check=check, urgent=False, expected_s=expected_s)
+    shares = []
+    for _ in range(FEWEST_REPETITIONS):
+        wait(backend.all_gather_bytes(b""), waiter, check=check)
+        begun_s = time.thread_time()
+        _stream(start, islice(parts, BUSY_STREAM), await_work)
+        shares.append((time.thread_time() - begun_s) / (BUSY_STREAM * expected_s))
+    mine = json.dumps(statistics.median(shares) if counts else 0.0).encode()
+    payloads: list[bytes] = wait(backend.all_gather_bytes(mine), waiter, check=check)
+    share: float = max(map(json.loads, payloads))
+    return min(share / max(1.0 - share, 1e-9), MAX_KAPPA)
+
+
 def _from_afar(num_sizes: int) -> Iterator[int]:
     """Indices of both ends, then of middles, so that skipped sizes are spread evenly.
 
@@ -151,12 +187,19 @@ def _repeat(
     for _ in range(count):
         await_work(backend.all_gather_bytes(b""))
         stop = backend.stopwatch()
-        under_way: deque[Work[None]] = deque()
-        for part in islice(parts, length):
-            if len(under_way) == WINDOW:
-                await_work(under_way.popleft())
-            under_way.append(start(part))
-        for work in under_way:
-            await_work(work)
+        _stream(start, islice(parts, length), await_work)
         times.append(stop() / length)
     return times
+
+
+def _stream(
+    start: Callable[[Buffer], Work[None]], parts: Iterable[Buffer], await_work: AwaitWork
+) -> None:
+    """One message per part, as many at a time as the runtime has."""
+    under_way: deque[Work[None]] = deque()
+    for part in parts:
+        if len(under_way) == WINDOW:
+            await_work(under_way.popleft())
+        under_way.append(start(part))
+    for work in under_way:
+        await_work(work)

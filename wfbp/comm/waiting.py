@@ -147,6 +147,8 @@ def wait(
     waiter: Waiter | None = None,
     timeout_s: float | None = None,
     check: Check | None = None,
+    urgent: bool = True,
+    expected_s: float | None = None,
 ) -> T:
     """Block until a collective is complete, and return its result; ``StallError`` after
     ``timeout_s``. ``check`` is called repeatedly; its error ends the wait."""
@@ -167,7 +169,7 @@ def wait(
                 f"a collective of {work.nbytes} bytes did not complete within {timeout_s:g} s: "
                 "another rank is late, or did not start it"
             )
-        waiter.pause(urgent=True, expected_s=None)
+        waiter.pause(urgent, expected_s)
     waiter.progressed()  # what follows until the next wait is no part of this one
     return work.result
 

@@ -298,7 +298,10 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
         )
     where = [(host, cores) for _, _, host, cores, _ in payloads]
     runtime.core_sharers = where.count(where[runtime.rank])
-    warn_of_cores(runtime, num_threads())
+    threads = num_threads()
+    if "OMP_NUM_THREADS" in os.environ:  # else frameworks use all cores
+        runtime.network.has_spare_core = num_cores() >= runtime.core_sharers * (threads + 1)
+    warn_of_cores(runtime, threads)
     native.use_threads(min(_MOST_THREADS, num_cores() // runtime.core_sharers))
     if runtime.rank == 0:
         _tell_who_takes_part(runtime, [host for host, _ in where])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import time
 
 import pytest
 
@@ -10,8 +12,9 @@ from tests.support.emulated_link import EmulatedLink
 from tests.support.local import LocalWorld
 from tests.unit.runtime.test_network import Known
 from wfbp.comm import probe
-from wfbp.comm.probe import measure_cost, probe_sizes
+from wfbp.comm.probe import measure_cost, measure_kappa, probe_sizes
 from wfbp.core.cost import LinearCost
+from wfbp.core.fit import MAX_KAPPA
 
 REDUCE = (probe.Operation.ALL_REDUCE,)
 
@@ -66,9 +69,38 @@ def test_what_is_measured_is_told(caplog: pytest.LogCaptureFixture) -> None:
     known._is_logger = True
     with caplog.at_level(logging.INFO, "wfbp"):
         known.ask(1 << 16, REDUCE, False, None)
-    begun, told = caplog.messages
+    begun, told, slowed = caplog.messages
     assert begun.startswith("network: measuring what messages of up to 65,536 bytes cost")
     assert told.startswith("network: all_reduce: 4 bytes in ")
+    assert re.fullmatch(r"network: compute takes \d+\.\d\d times as long beside messages", slowed)
     caplog.clear()
     Known().ask(1 << 16, REDUCE, False, None)
     assert not caplog.messages
+
+
+class Busy(CountingLink):
+    """Each message takes 2 ms, and so many seconds of this thread's processor time."""
+
+    def __init__(self, busy_s: float) -> None:
+        super().__init__(LinearCost(2e-3, 0.0))
+        self.busy_s = busy_s
+
+    def all_reduce(self, *arguments: object, **options: object) -> object:
+        until_s = time.thread_time() + self.busy_s
+        while time.thread_time() < until_s:
+            pass
+        return super().all_reduce(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "least", "most"),
+    [(0.0, 0.0, 0.9), (1.2e-3, 1.5, MAX_KAPPA), (2e-3, MAX_KAPPA, MAX_KAPPA)],
+)
+def test_messages_slow_down_compute_by_their_processor_time(
+    busy_s: float, least: float, most: float
+) -> None:
+    assert least <= measure_kappa(Busy(busy_s), 1 << 12, 2e-3) <= most
+
+
+def test_a_spare_core_keeps_messages_from_slowing_compute() -> None:
+    assert measure_kappa(Busy(2e-3), 1 << 12, 2e-3, counts=False) == 0.0

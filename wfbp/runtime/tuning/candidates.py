@@ -62,9 +62,9 @@ def auto_candidates(
         if not entry.baseline and (decouples or not entry.decouples)
     ]
     plans = [make(name, trace, costs, threshold_bytes) for name in names]
-    # Interference is known after a trial only, so plan for some, too.
-    guessed = replace(costs, kappa=_GUESSED_KAPPA)
-    plans += [make(n, trace, guessed, threshold_bytes) for n in ("oasr", "hybrid") if n in names]
+    # Messages also share memory with compute, or run while it waits: plan for other interference.
+    other = replace(costs, kappa=0.0 if costs.kappa > _GUESSED_KAPPA / 2 else _GUESSED_KAPPA)
+    plans += [make(n, trace, other, threshold_bytes) for n in ("oasr", "hybrid") if n in names]
     # Communication may slow backward down by more than it hides there; only a trial can tell.
     after_s = [0.0] * (len(trace.tensors) - 1) + [trace.backward_s]
     rows = tuple(replace(t, backward_s=s) for t, s in zip(trace.tensors, after_s, strict=True))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from wfbp.comm.backend import Backend, Finished
-from wfbp.comm.probe import measure_cost
+from wfbp.comm.backend import Backend, Finished, HostBackend
+from wfbp.comm.probe import FINE_BYTES, measure_cost, measure_kappa
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Operation
 
@@ -34,11 +34,14 @@ class NetworkCosts:
     def __init__(
         self, budget_s: float, check: Callable[[str, float], None], is_logger: bool = False
     ) -> None:
+        self.has_spare_core = False
+        """Whether this rank's communication thread takes no core from its training."""
         self._is_logger = is_logger
         self._budget_s = budget_s
         self._check = check
         # By kind of backend: the largest message size of a curve, and the curve.
         self._curves: dict[str, dict[Operation, tuple[int, PiecewiseCost]]] = {}
+        self._kappas: dict[str, float] = {}
 
     def measure(
         self,
@@ -50,7 +53,8 @@ class NetworkCosts:
     ) -> Costs:
         """Cost curves up to a message size, equal on every rank, each measured once, or ``anew``;
         ``call`` runs one collective. ``lane_backend`` is of a lane that sends nothing now."""
-        curves = self._curves.setdefault(type(lane_backend).__name__, {})
+        kind = type(lane_backend).__name__
+        curves = self._curves.setdefault(kind, {})
         if anew:
             curves.clear()
         wanted = {Operation.ALL_REDUCE, *operations}
@@ -75,10 +79,33 @@ class NetworkCosts:
             for operation in missing:
                 curve = self._curve(operation, max_bytes, budget_s, lane_backend, call)
                 curves[operation] = known_bytes, curve
+            _, curve = curves[Operation.ALL_REDUCE]
+            self._kappas[kind] = self._kappa(min(max_bytes, FINE_BYTES), curve, lane_backend, call)
             if lane_backend is not None:
                 lane_backend.trim()
         known: dict[str, Any] = {operation.value: c for operation, (_, c) in curves.items()}
-        return Costs(**known)
+        return Costs(**known, kappa=self._kappas[kind])
+
+    def _kappa(
+        self,
+        nbytes: int,
+        curve: PiecewiseCost,
+        lane_backend: Backend | None,
+        call: Callable[[Callable[[Backend], Any], str], Any],
+    ) -> float:
+        """By how much messages slow training down that has to leave them its core."""
+        label = "measuring the network's processor time"
+
+        def measure(host: Backend) -> Finished[float]:
+            backend, check = lane_backend or host, partial(self._check, label)
+            if not isinstance(backend, HostBackend):  # a device computes by itself
+                return Finished(0.0)
+            counts = not self.has_spare_core
+            return Finished(measure_kappa(backend, nbytes, curve(nbytes), counts, check=check))
+
+        kappa: float = call(measure, label)
+        self._log(f"compute takes {1.0 + kappa:.2f} times as long beside messages")
+        return kappa
 
     def _curve(
         self,

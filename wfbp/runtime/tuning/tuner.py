@@ -84,7 +84,7 @@ class Tuner:
         # The part of a decoupled tensor's update that other ranks do.
         self._spared = 1.0 - 1.0 / num_ranks if options.sharded_update else 0.0
         self._update_s = 0.0
-        self._kappa = 0.0  # as the last trial showed it
+        self._kappa: float | None = None  # as the last trial showed it; until then, as measured
         self._steps_per_round = (config.trial_steps + 1) // 2
         self._num_joined: Counter[TensorSpec] = Counter()
         self._begin(specs)
@@ -210,7 +210,8 @@ class Tuner:
         costs = self.message_costs.compressed(self.wire_bytes / nbytes or 1.0, gathers_gradients)
         packing_s = max(p.packing_s for p in profiles)
         costs = costs.map(lambda curve: curve.packed(packing_s / nbytes))
-        self.trace, self.costs = trace, replace(costs, kappa=self._kappa)
+        self.trace = trace
+        self.costs = costs if self._kappa is None else replace(costs, kappa=self._kappa)
         self._run_round(share(self._first_round))
 
     def _first_round(self) -> dict[str, Any]:
@@ -227,7 +228,7 @@ class Tuner:
             max_steps = _MAX_TRIAL_FACTOR * self._config.trial_steps
             self._trial = Trial(plans, self._steps_per_round, max_steps)
             self._log(f"trial of {len(plans)} plans, of at most {counted(max_steps, 'step')}")
-        return _answer(plans, self._kappa, {})
+        return _answer(plans, None, {})
 
     def _conclude_round(self, ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
         """The plans to run after a round, given each rank's times; on rank 0."""
@@ -239,22 +240,24 @@ class Tuner:
         self._log(f"trial, round {trial.num_rounds}: {'; '.join(texts)}")
         trace, costs = self._measured
         overlapped = [(p, seconds + self._saved_s(p)) for p, seconds in measured if p.overlap]
-        if overlapped:
-            costs = replace(costs, kappa=fit_kappa(trace, costs, overlapped))
+        kappa = fit_kappa(trace, costs, overlapped) if overlapped else None
+        if kappa is not None:
+            costs = replace(costs, kappa=kappa)
         forecasts_s = {
             plan.digest: max(iteration_s(plan, trace, costs) - self._saved_s(plan), 1e-9)
             for plan in trial.plans
         }
         winner = trial.narrow(forecasts_s)
         measured_s = {plan.digest: seconds for plan, seconds in measured}
-        return _answer([winner] if winner else trial.plans, costs.kappa, measured_s)
+        return _answer([winner] if winner else trial.plans, kappa, measured_s)
 
     def _run_round(self, answer: dict[str, Any]) -> None:
         """Run the plans that rank 0 chose for a round, or install the only one."""
         _, costs = self._measured
         plans = [Plan.from_json(plan) for plan in answer["plans"]]
-        self._kappa = answer["kappa"]
-        self.costs = replace(costs, kappa=self._kappa)
+        if answer["kappa"] is not None:
+            self._kappa = answer["kappa"]
+            self.costs = replace(costs, kappa=self._kappa)
         self._trial_s = answer["measured_s"]
         if len(plans) > 1:
             self._round = plans
@@ -311,7 +314,9 @@ class Tuner:
             log.info("%s: %s", self._options.name, text)
 
 
-def _answer(plans: Sequence[Plan], kappa: float, measured_s: dict[str, float]) -> dict[str, Any]:
+def _answer(
+    plans: Sequence[Plan], kappa: float | None, measured_s: dict[str, float]
+) -> dict[str, Any]:
     return {
         "plans": [plan.to_json() for plan in plans],
         "kappa": kappa,
