@@ -7,7 +7,7 @@
 Two ranks on one machine train ``train.py`` over a link of 500 Mbit/s between two network namespaces
 (``launch/link.py``), once by each schedule, with ``WFBP_RECORD``. Of each run, ``steps.json`` keeps
 the step whose time is the median of the last twenty, as rank 0 saw it. All are drawn on one scale,
-as ``SCHEDULE.svg``; ``overlap.svg`` compares two of them.
+as ``SCHEDULE.svg``; ``overlap.svg`` compares two of them. ``pays.svg`` is a prediction.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from string import ascii_letters
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
+
+from wfbp.core.cost import Costs, LinearCost
+from wfbp.core.planners import plan
+from wfbp.core.timeline import iteration_s
+from wfbp.core.trace import Trace
 
 HERE = Path(__file__).parent
 SCHEDULES = ("single", "layerwise", "threshold", "oasr", "hybrid")
@@ -57,6 +63,13 @@ LEGENDS = {
     "reduce": "all-reduce, reduce-scatter",
     "gather": "all-gather",
 }
+
+BUSY = {0.0: "#4c78a8", 0.2: "#72b7b2", 0.5: "#f2a541", 0.9: "#e45756"}
+"""Parts of a core that the messages of ``pays.svg`` take, and the colours of their lines."""
+FORWARD_MS, BACKWARD_MS, START_MS = 50.0, 100.0, 0.2
+"""Of its model of 52 equal tensors; and the start-up time of a message."""
+PLOT, LEAST, MOST = 200, 0.5, 1.0
+"""Height of its plot, and the ratios at its bottom and top."""
 
 Span = tuple[str, int, float, float]
 """Kind, row, start and end in ms from the start of the step."""
@@ -226,10 +239,48 @@ def overlap(steps: dict[str, Step], scale_ms: float) -> str:
     )
 
 
+def ratio(busy: float, network: float) -> float:
+    """The best step with overlap over the one without, both predicted, where all gradients take
+    ``network`` times as long to send as backward takes to compute."""
+    trace = Trace.uniform(ascii_letters, 1_000_000, FORWARD_MS / 52e3, BACKWARD_MS / 52e3)
+    rate = network * BACKWARD_MS / 1e3 / sum(trace.backward_bytes)
+    costs = Costs(LinearCost(START_MS / 1e3, rate), kappa=busy / (1.0 - busy))
+    single, best = (plan(name, trace, costs) for name in ("single", "oasr"))
+    return iteration_s(best, trace, costs) / iteration_s(single, trace, costs)
+
+
+def pays() -> str:
+    """A line for each part of a core that messages take: how much of a step overlap leaves."""
+    bottom = TOP + HEADING + PLOT
+    networks = [10.0 ** (k / 20 - 1) for k in range(41)]
+    wide = (WIDTH - LEFT - RIGHT) / (len(networks) - 1)
+
+    def height(part: float) -> float:
+        return bottom - PLOT * (part - LEAST) / (MOST - LEAST)
+
+    body = [text(RIGHT, TOP + 12, "step with overlap over step without")]
+    for tenth in range(5, 11):
+        y = height(tenth / 10)
+        body.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#e5e7eb"/>')
+        body.append(text(LEFT - 8, y + 4, f"{tenth / 10:.1f}", "end"))
+    for index, words in {0: "0.1", 20: "1", 40: "10"}.items():
+        body.append(text(LEFT + index * wide, bottom + 16, words, "middle"))
+    body.append(text(LEFT + 20 * wide, bottom + 34, "time on the network over backward", "middle"))
+    key = WIDTH - 150.0
+    for row, (busy, colour) in enumerate(BUSY.items()):
+        points = [(LEFT + k * wide, height(ratio(busy, x))) for k, x in enumerate(networks)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        y = bottom - 14 - 16 * (len(BUSY) - 1 - row)
+        body.append(f'<path d="M{key} {y - 4}h22" stroke="{colour}" stroke-width="2"/>')
+        body.append(text(key + 28, y, f"{busy:.0%} of a core"))
+    return svg("When overlap pays", body, bottom + 42)
+
+
 def drawn(steps: dict[str, Step]) -> dict[str, str]:
     """All pictures by the names of their files."""
     scale_ms = 1.02 * max(step.step_ms for step in steps.values())
-    pictures = {"overlap.svg": overlap(steps, scale_ms)}
+    pictures = {"overlap.svg": overlap(steps, scale_ms), "pays.svg": pays()}
     for schedule, step in steps.items():
         title = f"One step by the schedule {schedule}: {step.step_ms:.0f} ms"
         pictures[f"{schedule}.svg"] = svg(title, *panel(step, TOP, scale_ms))

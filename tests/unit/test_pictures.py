@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def test_steps() -> None:
     draw = runpy.run_path(str(DOCS / "pictures" / "draw.py"))
     pictures = draw["drawn"](draw["load"]())
-    assert len(pictures) == 6
+    assert len(pictures) == 7
     for name, picture in pictures.items():
         assert (DOCS / "pictures" / name).read_text() == picture
 

@@ -202,7 +202,7 @@ def _notes(run: Run) -> list[str]:
     kappa = first.figures["kappa"]
     if kappa is not None and kappa >= MAX_KAPPA:
         notes.append(
-            f"Interference (kappa) is at its cap of {MAX_KAPPA:g}: overlapped plans took longer "
-            "than any interference explains. Do ranks share cores?"
+            f"Interference (kappa) is at its cap of {MAX_KAPPA:g}: messages take the whole core "
+            "that computes, so overlap gains nothing; or ranks share cores."
         )
     return notes
