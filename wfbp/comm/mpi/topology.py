@@ -38,9 +38,9 @@ class Topology:
             chunk_bytes = min(4 << 20, comm.size << 19) if open_mpi else 4 << 20
             chunking = Chunking(chunk_bytes, window_bytes=chunk_bytes, small_bytes=256 << 10)
         elif chunking is None and len(hosts) == comm.size:
-            # Small enough that a piece which has arrived is still in cache when it is reduced. A
-            # smaller window leaves a slow link idle while ranks nap.
-            chunking = Chunking(chunk_bytes=512 << 10)
+            # Small enough that a piece which has arrived is still in cache when it is reduced, and
+            # what is under way beside it. A smaller window leaves a slow link idle while ranks nap.
+            chunking = Chunking(chunk_bytes=256 << 10, window_bytes=2 << 20)
         return cls(hosts, comm.rank, chunking or Chunking())
 
     def connect(self, comm: MPI.Comm, wanted: bool) -> SharedMemory | None:
