@@ -179,8 +179,7 @@ class Groups:
         # Communicators of groups that were destroyed, by their ranks.
         self._idle: defaultdict[tuple[int, ...], dict[str, Exchange]] = defaultdict(dict)
         self._loop.handle_notices(NOTICE, self._hear)
-        if not backend.progresses_alone:  # else naps do not delay the data
-            self._loop.is_awaited = future_waits.is_blocked
+        self._loop.is_awaited = future_waits.is_blocked
 
     def make(self, options: Any) -> ProcessGroup:
         """Make the group that PyTorch describes; one without ranks has all of them."""
