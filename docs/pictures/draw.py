@@ -260,7 +260,7 @@ def pays() -> str:
 
     body = [text(RIGHT, TOP + 12, "step with overlap over step without")]
     for tenth in range(5, 11):
-        y = height(tenth / 10)
+        y = round(height(tenth / 10), 1)
         body.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#e5e7eb"/>')
         body.append(text(LEFT - 8, y + 4, f"{tenth / 10:.1f}", "end"))
     for index, words in {0: "0.1", 20: "1", 40: "10"}.items():

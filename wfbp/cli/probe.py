@@ -63,8 +63,8 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
     """Measure all-reduce, reduce-scatter and all-gather among the ranks of this job.
 
     Start it like training: mpirun -np N wfbp probe. It times the backend that training uses, from
-    4 bytes on, and writes the measured curves for wfbp plan and wfbp simulate. Interference with
-    computation (kappa) is not measured and is written as 0.
+    4 bytes on, and writes the measured curves for wfbp plan and wfbp simulate, and by how much
+    messages slow compute down on the same core (kappa).
     """
     from wfbp.comm.mpi.backend import MpiBackend
 
@@ -91,15 +91,14 @@ def measure(backend: Backend, max_bytes: int, seconds: float) -> tuple[Curves, f
 
     Times collectives for about ``seconds`` in all, and then some more for kappa.
     """
-    from wfbp.comm.probe import FINE_BYTES, measure_cost, measure_kappa
+    from wfbp.comm.probe import measure_cost, measure_kappa
 
     curves = {}
     for operation in Operation:
         budget_s = seconds / len(Operation)
         measured = measure_cost(backend, max_bytes, operation=operation, budget_s=budget_s)
         curves[operation] = PiecewiseCost(monotone_points(measured))
-    nbytes = min(max_bytes, FINE_BYTES)
-    return curves, measure_kappa(backend, nbytes, curves[Operation.ALL_REDUCE](nbytes))
+    return curves, measure_kappa(backend, max_bytes, curves[Operation.ALL_REDUCE])
 
 
 def _on_rank_0(backend: Backend, act: Callable[[], None]) -> None:
@@ -176,7 +175,8 @@ def _tell(
         rows,
         [
             "the file holds the measured points; the fitted line is off by up to the worst error",
-            f"kappa {kappa:.2f}: compute takes {1 + kappa:.2f} times as long while messages travel",
+            f"kappa {kappa:.2f}: "
+            f"compute takes {1 + kappa:.2f} times as long beside messages on its core",
             f"written: {output}" + (f", {plot}" if plot else ""),
             f"what to do with it: wfbp plan resnet-50 --cost {output}",
         ],

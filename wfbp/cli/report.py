@@ -203,6 +203,6 @@ def _notes(run: Run) -> list[str]:
     if kappa is not None and kappa >= MAX_KAPPA:
         notes.append(
             f"Interference (kappa) is at its cap of {MAX_KAPPA:g}: messages take the whole core "
-            "that computes, so overlap gains nothing; or ranks share cores."
+            "that computes, so overlap gains little; or ranks share cores."
         )
     return notes

@@ -108,23 +108,36 @@ def measure_cost(
 
 def measure_kappa(
     backend: Backend,
-    nbytes: int,
-    expected_s: float,
-    counts: bool = True,
+    max_bytes: int,
+    curve: Callable[[float], float],
+    part_of_cores: float = 1.0,
     *,
+    budget_s: float = 0.2,
     waiter: Waiter | None = None,
     check: Check | None = None,
 ) -> float:
-    """By how much all-reduces slow compute down if they take the core that it needs.
+    """By how much all-reduces slow compute down because they take a core that it needs.
 
-    Of ``nbytes`` each, which takes ``expected_s``. The communication thread waits as it does while
-    training computes. If it is busy for a share s of the time, then compute has 1 - s of the core,
-    and takes 1 + kappa times as long, with kappa = s / (1 - s), up to ``MAX_KAPPA``. Collective and
-    blocking; the most of all ranks that ``counts``, or 0.
+    If a thread is busy with messages for a share s of the time, compute has 1 - s of that core. It
+    takes 1 + kappa times as long, with kappa = s / (1 - s), up to ``MAX_KAPPA``. Where a rank has
+    several cores, one is ``part_of_cores``; 0 if it is to spare. Collective and blocking; the
+    largest value of all ranks. The thread naps as it does while training computes.
+
+    Args:
+        max_bytes: of the largest message; one of up to 1 MiB is measured.
+        curve: seconds of an all-reduce by its bytes, the same on every rank.
+        budget_s: smaller messages are measured if this is too short.
     """
     waiter = waiter or Waiter.watching(backend)
+    count = BUSY_STREAM * FEWEST_REPETITIONS
+    nbytes = min(max_bytes, FINE_BYTES) // 4 * 4
+    while nbytes > SMALLEST_BYTES and count * curve(nbytes) > budget_s:
+        nbytes = nbytes // 16 * 4
+    expected_s = max(curve(nbytes), 1e-9)
+    data = backend.zeros(COLD_BYTES).view(np.float32)
+    data[:] = 0.0  # training does not pay for the first touch of its memory
+    parts = _uncached_parts(data, nbytes // 4)
     start = partial(_start, backend, Operation.ALL_REDUCE)
-    parts = _uncached_parts(backend.zeros(max(nbytes, COLD_BYTES)).view(np.float32), nbytes // 4)
     await_work = partial(wait, waiter=waiter, check=check, urgent=False, expected_s=expected_s)
     shares = []
     for _ in range(FEWEST_REPETITIONS):
@@ -132,7 +145,7 @@ def measure_kappa(
         begun_s = time.thread_time()
         _stream(start, islice(parts, BUSY_STREAM), await_work)
         shares.append((time.thread_time() - begun_s) / (BUSY_STREAM * expected_s))
-    mine = json.dumps(statistics.median(shares) if counts else 0.0).encode()
+    mine = json.dumps(part_of_cores * min(1.0, statistics.median(shares))).encode()
     payloads: list[bytes] = wait(backend.all_gather_bytes(mine), waiter, check=check)
     share: float = max(map(json.loads, payloads))
     return min(share / max(1.0 - share, 1e-9), MAX_KAPPA)

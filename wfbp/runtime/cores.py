@@ -13,10 +13,22 @@ def own_cores() -> list[int]:
     return sorted(cores)
 
 
-def num_threads() -> int:
-    """Threads per rank that the environment asks for; 1 if it does not say."""
+def num_threads() -> int | None:
+    """Threads per rank that the environment asks for; None if it does not say."""
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return number(("told",), {"told": told}) or 1
+    return number(("told",), {"told": told}) or None
+
+
+def part_of_cores(ranks: int, cores: int, threads: int | None) -> float:
+    """The part of its compute that a rank loses to a busy communication thread, if so many ranks
+    use these cores. Frameworks use all cores if the environment does not say.
+
+    >>> part_of_cores(2, 2, 1), part_of_cores(1, 8, 8), part_of_cores(2, 4, 1)
+    (1.0, 0.125, 0.0)
+    """
+    if threads is not None and cores >= ranks * (threads + 1):
+        return 0.0
+    return min(1.0, ranks / cores)
 
 
 def advice(ranks: int, cores: int, threads: int, by_wfbprun: bool = False) -> str:

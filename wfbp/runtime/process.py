@@ -26,7 +26,7 @@ from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpE
 from wfbp.launcher.rank import WFBPRUN
 from wfbp.runtime import timeline, uncaught
 from wfbp.runtime.collectives.operations import Collectives
-from wfbp.runtime.cores import advice, num_threads, own_cores
+from wfbp.runtime.cores import advice, num_threads, own_cores, part_of_cores
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.uncaught import describe_error
 
@@ -298,19 +298,17 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
         )
     where = [(host, cores) for _, _, host, cores, _ in payloads]
     runtime.core_sharers = where.count(where[runtime.rank])
-    threads = num_threads()
-    if "OMP_NUM_THREADS" in os.environ:  # else frameworks use all cores
-        runtime.network.has_spare_core = num_cores() >= runtime.core_sharers * (threads + 1)
-    warn_of_cores(runtime, threads)
+    note_threads(runtime, num_threads())
     native.use_threads(min(_MOST_THREADS, num_cores() // runtime.core_sharers))
     if runtime.rank == 0:
         _tell_who_takes_part(runtime, [host for host, _ in where])
 
 
-def warn_of_cores(runtime: Runtime, threads: int) -> None:
-    """Warn if ranks with so many threads each are too many for their cores."""
-    by_wfbprun = WFBPRUN in os.environ
-    if problem := advice(runtime.core_sharers, num_cores(), threads, by_wfbprun):
+def note_threads(runtime: Runtime, threads: int | None) -> None:
+    """Warn if ranks with so many threads each (None: unknown) are too many for their cores."""
+    ranks, cores = runtime.core_sharers, num_cores()
+    runtime.network.part_of_cores = part_of_cores(ranks, cores, threads)
+    if problem := advice(ranks, cores, threads or 1, by_wfbprun=WFBPRUN in os.environ):
         runtime.warn_once("cores", problem)
 
 

@@ -104,7 +104,7 @@ class Runtime:
         else:
             self.where += f" of process set {list(members.ranks or ())}"
             self.thread, self._loop, self._fetches = within.thread, within._loop, within._fetches
-            self.network.has_spare_core = within.network.has_spare_core
+            self.network.part_of_cores = within.network.part_of_cores
             within._inner.append(self)
         # Held by rank 0 from before any rank begins an operation until every rank has ended it.
         self._turn: AbstractContextManager[Any] = nullcontext() if self.rank else threading.RLock()

@@ -170,7 +170,7 @@ def distribute(
     rank that steps alone."""
     whole = process.current("DistributedOptimizer()")
     config = whole.config
-    process.warn_of_cores(whole, torch.get_num_threads())  # programs set it after init()
+    process.note_threads(whole, torch.get_num_threads())  # programs set it after init()
     if compression not in (Compression.none, Compression.fp16, Compression.bf16):
         raise ValueError(
             f"compression is {getattr(compression, '__name__', repr(compression))}; expected "

@@ -33,9 +33,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Operation, int]]:
         found.append((operation, max_bytes))
         return [(size, 1e-5 + size * 1e-9) for size in (4, max_bytes // 4, max_bytes)]
 
-    def kappa(backend: Backend, nbytes: int, expected_s: float, counts: bool, **_: Any) -> float:
-        assert expected_s >= 1e-5 + nbytes * 1e-9
-        return 2.0 if counts else 0.0
+    def kappa(
+        backend: Backend, max_bytes: int, curve: Callable[[float], float], part: float, **_: Any
+    ) -> float:
+        assert curve(max_bytes) == pytest.approx(1e-5 + max_bytes * 1e-9, rel=1e-3)
+        return 2.0 * part
 
     monkeypatch.setattr(network, "measure_cost", measure)
     monkeypatch.setattr(network, "measure_kappa", kappa)
@@ -138,14 +140,14 @@ def test_a_group_costs_more_than_its_message_over_a_network(
     assert half(MIB) == pytest.approx(in_memory(MIB) + 1e-4)
 
 
-def test_messages_take_the_core_of_training_unless_there_is_another(
+def test_interference_is_measured_with_the_all_reduce(
     measured: list[tuple[Operation, int]],
 ) -> None:
     known = Known()
     assert known.ask(MIB, REDUCE, False, None).kappa == 2.0
-    known.has_spare_core = True
-    assert known.ask(MIB, REDUCE, False, None).kappa == 2.0  # what is known is not measured again
-    assert known.ask(MIB, REDUCE, True, None).kappa == 0.0
+    known.part_of_cores = 0.25
+    assert known.ask(MIB, tuple(Operation), False, None).kappa == 2.0  # known already
+    assert known.ask(MIB, REDUCE, True, None).kappa == 0.5
 
 
 def test_a_device_computes_without_this_core(measured: list[tuple[Operation, int]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.support.emulated_link import EmulatedLink
 from tests.support.local import LocalWorld
 from tests.unit.runtime.test_network import Known
 from wfbp.comm import probe
+from wfbp.comm.backend import Finished
 from wfbp.comm.probe import measure_cost, measure_kappa, probe_sizes
 from wfbp.core.cost import LinearCost
 from wfbp.core.fit import MAX_KAPPA
@@ -92,15 +94,34 @@ class Busy(CountingLink):
         return super().all_reduce(*arguments, **options)
 
 
-@pytest.mark.parametrize(
-    ("busy_s", "least", "most"),
-    [(0.0, 0.0, 0.9), (1.2e-3, 1.5, MAX_KAPPA), (2e-3, MAX_KAPPA, MAX_KAPPA)],
-)
-def test_messages_slow_down_compute_by_their_processor_time(
-    busy_s: float, least: float, most: float
-) -> None:
-    assert least <= measure_kappa(Busy(busy_s), 1 << 12, 2e-3) <= most
+SLOW = LinearCost(2e-3, 0.0)
 
 
-def test_a_spare_core_keeps_messages_from_slowing_compute() -> None:
-    assert measure_kappa(Busy(2e-3), 1 << 12, 2e-3, counts=False) == 0.0
+def test_messages_slow_down_compute_by_their_processor_time() -> None:
+    assert measure_kappa(Busy(2e-3), 1 << 12, SLOW) == MAX_KAPPA
+    assert measure_kappa(Busy(1e-3), 1 << 12, SLOW) >= 0.99  # half of the time, and its own work
+
+
+def test_one_core_of_several_is_a_part() -> None:
+    """All of an eighth: s / (1 - s) = 1/7."""
+    assert measure_kappa(Busy(2e-3), 1 << 12, SLOW, 1 / 8) == pytest.approx(1 / 7)
+    assert measure_kappa(Busy(2e-3), 1 << 12, SLOW, 0.0) == 0.0
+
+
+def test_the_rank_with_the_most_interference_decides() -> None:
+    ranks = LocalWorld(2)
+
+    def measure(rank: int) -> float:
+        return measure_kappa(ranks.backend(rank), 64, LinearCost(1e-9, 0.0), (0.0, 0.5)[rank])
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(measure, range(2))) == [1.0, 1.0]
+
+
+def test_on_a_slow_network_small_messages_are_measured() -> None:
+    link = Busy(0.0)
+    sizes: list[int] = []
+    link.all_reduce = lambda data, *_: sizes.append(data.nbytes) or Finished(None)  # type: ignore[assignment]
+    measure_kappa(link, 1 << 30, LinearCost(0.0, 1e-6), budget_s=0.05)
+    (size,) = set(sizes)
+    assert 12 * size * 1e-6 <= 0.05 < 12 * 4 * size * 1e-6

@@ -369,6 +369,24 @@ def test_what_a_trial_taught_is_planned_with() -> None:
     assert {tuner.costs.kappa for tuner in job.tuners if tuner.costs} == {learnt}
 
 
+def test_the_first_plans_are_for_the_interference_that_was_measured() -> None:
+    for schedule in ("oasr", "auto"):
+        job = Job(schedule, lambda plan: 1.0, costs=replace(COSTS, kappa=2.0))
+        job.run("installed" if schedule == "oasr" else "trial")
+        assert [tuner.costs.kappa for tuner in job.tuners if tuner.costs] == [2.0, 2.0]
+
+
+def test_where_the_network_has_changed_more_interference_is_believed() -> None:
+    slow = [1.0]
+    job = Job("auto", lambda plan: slow[0] * (0.7 if plan.overlap else 0.9))
+    job.run("installed")
+    for _ in range(60):
+        job.step()
+    slow[0], job.costs = 2.0, replace(COSTS, kappa=8.0)
+    job.run("trial")
+    assert [tuner.costs.kappa for tuner in job.tuners if tuner.costs] == [8.0, 8.0]
+
+
 def test_a_short_change_is_not() -> None:
     job, now = installed()
     for step in range(600):

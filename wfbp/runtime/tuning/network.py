@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from wfbp.comm.backend import Backend, Finished, HostBackend
-from wfbp.comm.probe import FINE_BYTES, measure_cost, measure_kappa
+from wfbp.comm.probe import measure_cost, measure_kappa
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Operation
 
@@ -34,8 +34,8 @@ class NetworkCosts:
     def __init__(
         self, budget_s: float, check: Callable[[str, float], None], is_logger: bool = False
     ) -> None:
-        self.has_spare_core = False
-        """Whether this rank's communication thread takes no core from its training."""
+        self.part_of_cores = 1.0
+        """Of the cores that this rank computes on, the part that its communication thread takes."""
         self._is_logger = is_logger
         self._budget_s = budget_s
         self._check = check
@@ -79,8 +79,8 @@ class NetworkCosts:
             for operation in missing:
                 curve = self._curve(operation, max_bytes, budget_s, lane_backend, call)
                 curves[operation] = known_bytes, curve
-            _, curve = curves[Operation.ALL_REDUCE]
-            self._kappas[kind] = self._kappa(min(max_bytes, FINE_BYTES), curve, lane_backend, call)
+            if Operation.ALL_REDUCE in missing:
+                self._kappas[kind] = self._kappa(max_bytes, budget_s, curves, lane_backend, call)
             if lane_backend is not None:
                 lane_backend.trim()
         known: dict[str, Any] = {operation.value: c for operation, (_, c) in curves.items()}
@@ -88,20 +88,30 @@ class NetworkCosts:
 
     def _kappa(
         self,
-        nbytes: int,
-        curve: PiecewiseCost,
+        max_bytes: int,
+        budget_s: float,
+        curves: Mapping[Operation, tuple[int, PiecewiseCost]],
         lane_backend: Backend | None,
         call: Callable[[Callable[[Backend], Any], str], Any],
     ) -> float:
-        """By how much messages slow training down that has to leave them its core."""
+        """Kappa of messages that take a core from training."""
         label = "measuring the network's processor time"
+        _, cost = curves[Operation.ALL_REDUCE]
 
         def measure(host: Backend) -> Finished[float]:
-            backend, check = lane_backend or host, partial(self._check, label)
+            backend = lane_backend or host
             if not isinstance(backend, HostBackend):  # a device computes by itself
                 return Finished(0.0)
-            counts = not self.has_spare_core
-            return Finished(measure_kappa(backend, nbytes, curve(nbytes), counts, check=check))
+            group_s = _GROUP_S if backend.progresses_alone else 0.0
+            kappa = measure_kappa(
+                backend,
+                max_bytes,
+                lambda nbytes: cost(nbytes) - group_s,
+                self.part_of_cores,
+                budget_s=budget_s / 4,
+                check=partial(self._check, label),
+            )
+            return Finished(kappa)
 
         kappa: float = call(measure, label)
         self._log(f"compute takes {1.0 + kappa:.2f} times as long beside messages")

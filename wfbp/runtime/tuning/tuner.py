@@ -211,7 +211,10 @@ class Tuner:
         packing_s = max(p.packing_s for p in profiles)
         costs = costs.map(lambda curve: curve.packed(packing_s / nbytes))
         self.trace = trace
-        self.costs = costs if self._kappa is None else replace(costs, kappa=self._kappa)
+        if self._kappa is not None:  # the network may be another one than that of the trial
+            kappa = max(self._kappa, costs.kappa) if self.doubts_costs else self._kappa
+            costs = replace(costs, kappa=kappa)
+        self.costs = costs
         self._run_round(share(self._first_round))
 
     def _first_round(self) -> dict[str, Any]:
@@ -239,7 +242,11 @@ class Tuner:
         texts = (f"{plan.summary} {seconds * 1e3:.1f} ms" for plan, seconds in measured)
         self._log(f"trial, round {trial.num_rounds}: {'; '.join(texts)}")
         trace, costs = self._measured
-        overlapped = [(p, seconds + self._saved_s(p)) for p, seconds in measured if p.overlap]
+        overlapped = [  # one message leaves after backward, whatever kappa is
+            (plan, seconds + self._saved_s(plan))
+            for plan, seconds in measured
+            if plan.overlap and len(plan.groups) > 1
+        ]
         kappa = fit_kappa(trace, costs, overlapped) if overlapped else None
         if kappa is not None:
             costs = replace(costs, kappa=kappa)

@@ -220,21 +220,20 @@ class FutureWaits:
     """Whether the thread that last asked for a future is blocked, as DDP is after backward.
 
     It waits in C++, where it cannot drive communication: the communication thread must not nap
-    then. A thread is blocked if it uses no CPU time.
+    then. (Its processor time would not tell: it stands still, too, while this one has its core.)
     """
 
     _LOOK_S = 2e-4
 
     def __init__(self) -> None:
         self._work: GroupWork | None = None
-        self._clock = 0
-        self._looked_s = self._cpu_s = 0.0
+        self._thread = 0
+        self._looked_s = 0.0
         self._blocked = False
 
     def note(self, work: GroupWork) -> None:
         """This thread has asked for the future of work under way."""
-        if hasattr(time, "pthread_getcpuclockid"):
-            self._clock, self._work = time.pthread_getcpuclockid(threading.get_ident()), work
+        self._thread, self._work = threading.get_native_id(), work
 
     def is_blocked(self) -> bool:
         """For the communication thread."""
@@ -243,13 +242,17 @@ class FutureWaits:
             return False
         now = time.monotonic()
         if now - self._looked_s > self._LOOK_S:
-            try:
-                cpu_s = time.clock_gettime(self._clock)
-            except OSError:  # the thread has ended
-                return False
-            self._blocked = cpu_s == self._cpu_s
-            self._looked_s, self._cpu_s = now, cpu_s
+            self._looked_s, self._blocked = now, sleeps(self._thread)
         return self._blocked
+
+
+def sleeps(thread: int) -> bool:
+    """Whether a thread of this process sleeps; False where the system does not say."""
+    try:
+        with open(f"/proc/self/task/{thread}/stat", "rb", buffering=0) as file:
+            return file.read(512).rpartition(b")")[2].split()[0] == b"S"
+    except OSError:
+        return False
 
 
 future_waits = FutureWaits()
