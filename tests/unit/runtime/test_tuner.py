@@ -378,8 +378,15 @@ def test_the_first_plans_are_for_the_interference_that_was_measured() -> None:
 
 def test_where_the_network_has_changed_more_interference_is_believed() -> None:
     slow = [1.0]
-    job = Job("auto", lambda plan: slow[0] * (0.7 if plan.overlap else 0.9))
+
+    def seconds(plan: Plan) -> float:
+        trace = job.tuner.trace
+        return slow[0] * (iteration_s(reordered(plan, trace), trace, COSTS) if trace else 1.0)
+
+    job = Job("auto", seconds)
     job.run("installed")
+    assert job.tuner.costs is not None
+    assert job.tuner.costs.kappa < 0.1
     for _ in range(60):
         job.step()
     slow[0], job.costs = 2.0, replace(COSTS, kappa=8.0)
