@@ -85,6 +85,11 @@ class Backend(ABC):
         return None
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds between two such steps, as the fastest large message took; None if unknown."""
+        return None
+
+    @property
     def on_two_levels(self) -> bool:
         """Whether ranks combine in shared memory within hosts, and send messages between them. All
         collectives then prefer memory of :meth:`HostBackend.zeros`; else only all-reduce does."""

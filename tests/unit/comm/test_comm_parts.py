@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import weakref
 from unittest.mock import Mock
 
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 from tests.contract.checks import HALVES, INTEGERS, contribution, expected
 from tests.support.host_ranks import group, plain_channel
 from wfbp.comm.arrays import blocks, combine, split, typed
-from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task, Watch, chunks
+from wfbp.comm.mpi.transfers import (
+    Channel,
+    Chunking,
+    MpiWork,
+    ProgressGroup,
+    Task,
+    Watch,
+    chunks,
+)
 from wfbp.core.types import ITEM_BYTES, Op
 from wfbp.errors import BackendError
 
@@ -246,3 +255,11 @@ def test_a_work_that_is_complete_is_so_whatever_fails_beside_it() -> None:
     job.complete = True
     assert work.test()
     assert progress_group.failure is not None
+
+
+def test_the_fastest_large_message_tells_how_long_a_byte_takes() -> None:
+    progress = ProgressGroup(Mock(), "rank 0")
+    for nbytes, seconds in ((1 << 20, 1e-6), (4 << 20, 800.0), (8 << 20, 400.0), (8 << 20, 500.0)):
+        begun_s = time.monotonic() - seconds
+        progress.note_end(MpiWork(Mock(), 0, None, nbytes, begun_s=begun_s))
+    assert progress.least_s_per_byte == pytest.approx(400.0 / (8 << 20), rel=0.1)

@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from mpi4py import MPI
+
+_LARGE_BYTES = 4 << 20
+"""Start-up times, and bursts that a link lets pass, hardly count in what so many bytes take."""
 
 NUM_TAGS = 1 << 14
 """Tasks that tags can distinguish; far more than a window holds. MPI grants 32768 tags."""
@@ -108,6 +111,7 @@ class ProgressGroup:
         self.moves = 0
         self.num_polled = 0
         self.failure: BackendError | None = None
+        self.least_s_per_byte: float | None = None  # of large works, from submission to their end
         self._num_over = 0
         self._who = who
 
@@ -160,6 +164,12 @@ class ProgressGroup:
         watches = [watch for task in polled if (watch := task.awaited()) is not None]
         return watches if len(watches) == len(polled) else None
 
+    def note_end(self, work: MpiWork[Any]) -> None:
+        """Learn from a work that has ended how long a byte takes at least."""
+        if work.nbytes >= _LARGE_BYTES:
+            s_per_byte = (time.monotonic() - work.begun_s) / work.nbytes
+            self.least_s_per_byte = min(self.least_s_per_byte or s_per_byte, s_per_byte)
+
     def give_up(self) -> None:
         """Stop waiting for messages under way; their memory is never freed."""
         if any(channel.active for channel in self.channels):
@@ -185,6 +195,7 @@ class MpiWork(Work[T]):
     """Makes the result, once the last task is complete."""
     nbytes: int
     place: tuple[str, int] | None = None
+    begun_s: float = field(default_factory=time.monotonic)
     value: T | None = None
     _left: tuple[int, int] = (0, 0)  # tasks, and messages of those under way, when last looked at
     _moved_s: float = 0.0
@@ -279,6 +290,8 @@ class Channel:
             if work.remaining == 1 and work.finish is not None:
                 work.value = work.finish()
             work.remaining -= 1
+            if not work.remaining:
+                self.group.note_end(work)
             if task.scratch is not None:
                 self.free_scratch.append(task.scratch)
         self._fill()

@@ -472,6 +472,8 @@ class ProgressLoop:
                     longest_s, step_s = expected_s, lane.step_s
         if not busy:
             return TICK_S
+        if step_s is None:  # none was predicted
+            step_s = self._backend.step_s
         nap_s = self._waiter.nap_s(urgent, longest_s, step_s)
         return _IDLE_S if idle and nap_s >= MAX_NAP_S else nap_s
 
