@@ -160,7 +160,7 @@ def make_contestant(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contes
 
         hvd.init()
         made.optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
-        made.sgd = made.optimizer  # a copy, with state of its own
+        made.sgd = made.optimizer  # a copy: it does not share the state
         made.begin, made.end = lambda: hvd.is_initialized() or hvd.init(), hvd.shutdown
     elif kind == "wfbp":
         made.optimizer = wfbp.torch.DistributedOptimizer(

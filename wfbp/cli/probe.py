@@ -63,7 +63,7 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
     """Measure all-reduce, reduce-scatter and all-gather among the ranks of this job.
 
     Start it like training: mpirun -np N wfbp probe. It times the backend that training uses, from
-    4 bytes on, and writes the measured curves for wfbp plan and wfbp simulate, and by how much
+    4 bytes on. For wfbp plan and wfbp simulate, it writes the measured curves, and by how much
     messages slow compute down on the same core (kappa).
     """
     from wfbp.comm.mpi.backend import MpiBackend

@@ -119,7 +119,7 @@ def measure_kappa(
     """By how much all-reduces slow compute down because they take a core that it needs.
 
     If a thread is busy with messages for a share s of the time, compute has 1 - s of that core. It
-    takes 1 + kappa times as long, with kappa = s / (1 - s), up to ``MAX_KAPPA``. Where a rank has
+    takes 1 + kappa times as long, with kappa = s / (1 - s), up to ``MAX_KAPPA``. If a rank has
     several cores, one is ``part_of_cores``; 0 if it is to spare. Collective and blocking; the
     largest value of all ranks. The thread naps as it does while training computes.
 

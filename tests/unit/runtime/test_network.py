@@ -24,7 +24,7 @@ REDUCE = (Operation.ALL_REDUCE,)
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Operation, int]]:
-    """Each measurement: of what, and up to which size. A byte takes a nanosecond."""
+    """The operation and the largest size of each measurement. A byte takes a nanosecond."""
     found: list[tuple[Operation, int]] = []
 
     def measure(
