@@ -1,4 +1,4 @@
-"""The tables of docs/explanation/validation.md, each by its name, as Markdown."""
+"""The tables of docs/benchmarks/validation.md, each by its name, as Markdown."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.cost import Costs
 from wfbp.core.trace import Trace
 
-PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "validation.md"
+PAGE = Path(__file__).parents[3] / "docs" / "benchmarks" / "validation.md"
 NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*")
 
 
