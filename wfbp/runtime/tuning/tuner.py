@@ -239,7 +239,11 @@ class Tuner:
         by_plan = zip(*ranks, strict=True)  # a step takes as long as on the slowest rank
         trial.add_round([[max(times) for times in zip(*each, strict=True)] for each in by_plan])
         measured = trial.measured
-        texts = (f"{plan.summary} {seconds * 1e3:.1f} ms" for plan, seconds in measured)
+        texts = (
+            f"{plan.summary} {seconds * 1e3:.1f} ms"
+            for plan, seconds in measured
+            if plan in trial.plans  # times of others are of earlier rounds
+        )
         self._log(f"trial, round {trial.num_rounds}: {'; '.join(texts)}")
         trace, costs = self._measured
         overlapped = [  # one message leaves after backward, whatever kappa is
