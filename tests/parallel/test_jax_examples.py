@@ -35,7 +35,7 @@ TOLERANCE = 1e-6
 
 
 def told(ranks: int, run: str) -> str:
-    """What the first rank of an example printed."""
+    """The output of an example's first rank."""
     if run not in (MLP, DOCUMENT):
         pytest.importorskip("equinox" if "equinox" in run else "flax")
     runs = (MLP, DOCUMENT) if run in (MLP, DOCUMENT) else (run,)

@@ -121,12 +121,12 @@ def measure_kappa(
     If a thread is busy with messages for a share s of the time, compute has 1 - s of that core. It
     takes 1 + kappa times as long, with kappa = s / (1 - s), up to ``MAX_KAPPA``. If a rank has
     several cores, one is ``part_of_cores``; 0 if it is to spare. Collective and blocking; the
-    largest value of all ranks. The thread naps as it does while training computes.
+    largest value among ranks. The thread naps as it does while training computes.
 
     Args:
-        max_bytes: of the largest message; one of up to 1 MiB is measured.
-        curve: seconds of an all-reduce by its bytes, the same on every rank.
-        budget_s: smaller messages are measured if this is too short.
+        max_bytes: bytes of the largest message; 1 MiB is measured if this is more.
+        curve: bytes of an all-reduce to seconds, the same on every rank.
+        budget_s: seconds. A smaller message is measured if they do not suffice.
     """
     waiter = waiter or Waiter.watching(backend)
     count = BUSY_STREAM * FEWEST_REPETITIONS

@@ -31,8 +31,7 @@ PR_GET_TIMERSLACK = 30
 SPIN_S = 1e-3
 """How long an urgent wait spins after the last progress."""
 SPIN_GAP_S = 5e-4
-"""An urgent wait spins only if the next step is due within this: 256 KiB, a
-chunk between hosts of one rank, at 5 Gbit/s and more."""
+"""An urgent wait spins only if the next step is due within this: 256 KiB at 5 Gbit/s and more."""
 SHORT_S = 100e-6
 """Operations expected to end within this are spun for even when not urgent."""
 FIRST_NAP_S = 50e-6

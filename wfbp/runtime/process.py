@@ -305,7 +305,7 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
 
 
 def note_threads(runtime: Runtime, threads: int | None) -> None:
-    """Warn if ranks with so many threads each (None: unknown) are too many for their cores."""
+    """Note how many threads each rank has (None: unknown), and warn if cores are too few."""
     ranks, cores = runtime.core_sharers, num_cores()
     runtime.network.part_of_cores = part_of_cores(ranks, cores, threads)
     if problem := advice(ranks, cores, threads or 1, by_wfbprun=WFBPRUN in os.environ):

@@ -127,7 +127,8 @@ class MpiBackend(HostBackend):
         step_bytes, s_per_byte = self.step_bytes, self._group.least_s_per_byte
         if step_bytes is None or s_per_byte is None:
             return None
-        return 2 * s_per_byte * step_bytes  # the fastest was no all-reduce, which sends bytes twice
+        # An all-reduce sends each byte twice; the fastest message may have sent it once.
+        return 2 * s_per_byte * step_bytes
 
     @property
     def on_two_levels(self) -> bool:

@@ -220,7 +220,7 @@ class FutureWaits:
     """Whether the thread that last asked for a future is blocked, as DDP is after backward.
 
     It waits in C++, where it cannot drive communication: the communication thread must not nap
-    then. (Its processor time would not tell: it stands still, too, while this one has its core.)
+    then. Its state tells, not its processor time, which also stands still without a core.
     """
 
     _LOOK_S = 2e-4
