@@ -5,7 +5,8 @@ blocking all-reduce of the whole message, the same in chunks of 1 and 4 MiB, the
 reduce-scatters and all-gathers of the library and the backend, by bytes of the whole buffer. The
 ranks start each together; a time is the slowest rank's. Then the CPU time of the runtime's
 communication thread: with nothing to do, and waiting for a rank that is late. With ``--gbit``,
-streams of messages on a link of that rate, too (``launch/link.py`` makes one).
+streams of messages on a link of that rate, too (``launch/link.py`` makes one). With ``--sweep``,
+only all-reduces of ``--max-bytes``, by size of the backend's chunks and of what is under way.
 """
 
 from __future__ import annotations
@@ -150,6 +151,30 @@ def contestants(comm: MPI.Comm, backend: Backend) -> list[Contestant]:
 
 def _all(data: Buffer) -> Buffer:
     return data
+
+
+SWEEP_KIB = [
+    (64, 256), (128, 512), (256, 512), (256, 1024), (256, 2048), (512, 1024), (512, 3072),
+    (1024, 1024), (1024, 4096), (4096, 4096),
+]  # fmt: skip
+"""Sizes of chunks, and of what is under way at once."""
+
+
+def sweep(comm: MPI.Comm) -> list[Contestant]:
+    """All-reduces of the library, and of backends with chunks of several sizes."""
+
+    def of(chunk_kib: int, window_kib: int) -> Contestant:
+        backend = MpiBackend(chunking=Chunking(chunk_kib << 10, window_kib << 10, window_tasks=64))
+        waiter = Waiter.watching(backend)
+        return Contestant(
+            f"{chunk_kib} KiB, {window_kib} KiB",
+            Operation.ALL_REDUCE,
+            lambda x: wait(backend.all_reduce(x, "float32", Op.SUM), waiter),
+            _all,
+        )
+
+    whole = contestants(comm, MpiBackend())[0]
+    return [whole, *(of(chunk, window) for chunk, window in SWEEP_KIB)]
 
 
 TOTAL_BYTES = 32 << 20
@@ -320,6 +345,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--chunk-kib", type=int, help="another size of chunks for the backend")
     parser.add_argument("--window", type=int, default=1, help="chunks under way at once, with it")
+    parser.add_argument("--sweep", action="store_true", help="all-reduces by size of chunks alone")
     parser.add_argument("--nap-us", type=int, help="naps of one length in the streams")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 2:
@@ -333,10 +359,15 @@ def main(argv: Sequence[str]) -> int:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
+    if arguments.sweep:
+        timings = measure(comm, sweep(comm), arguments.max_bytes, arguments.rounds)
+        if comm.rank == 0:
+            _show_sweep(machine(comm), timings, arguments.json)
+        return 0
     processes = comm.allgather(os.getpid())
     ways = contestants(comm, backend)
     before = usage(processes)
-    timings: list[Timing] = []
+    timings = []
     for nbytes in SIZES:
         if nbytes <= arguments.max_bytes:
             num_rounds = arguments.rounds * min(20, max(1, (16 << 20) // nbytes))
@@ -384,6 +415,22 @@ def _show(
         f"Communication thread, share of a core over {LATE_S:g} s",
         ("state", "share"),
         [(state, f"{share:.1%}") for state, share in shares.items()],
+    )
+
+
+def _show_sweep(facts: dict[str, str], timings: Sequence[Timing], as_json: bool) -> None:
+    if as_json:
+        rows = [asdict(t) for t in timings]
+        print(json.dumps({"benchmark": "comm sweep", "machine": facts, "timings": rows}, indent=2))
+        return
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    print_table(
+        f"All-reduces of {timings[0].nbytes:,} bytes, milliseconds",
+        ("chunk, under way", "median", "spread", "least"),
+        [
+            (t.contestant, *(f"{1e-3 * us:.2f}" for us in (t.median_us, t.spread_us, t.least_us)))
+            for t in timings
+        ],
     )
 
 

@@ -136,6 +136,16 @@ def test_collectives_of_the_backend(mpirun: Mpirun) -> None:
 
 
 @pytest.mark.slow
+def test_all_reduces_by_size_of_chunks(mpirun: Mpirun) -> None:
+    arguments = ("tests.benchmarks", "comm", "--sweep", "--rounds", 2, "--max-bytes", 1 << 20)
+    run = mpirun(2, "-m", *arguments, "--json")
+    assert run.rc == 0, run.stderr
+    timings = json.loads(run.stdout)["timings"]
+    assert len({t["contestant"] for t in timings}) == len(timings) == 11
+    assert all(t["median_us"] > 0.0 for t in timings)
+
+
+@pytest.mark.slow
 @pytest.mark.long
 def test_round_trips_of_named_operations(mpirun: Mpirun) -> None:
     arguments = ("operations", "--json", "--rounds", 2, "--calls", 3, "--bytes", 4, 4000)
