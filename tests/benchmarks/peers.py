@@ -135,8 +135,7 @@ def measure(model: str, link: str, rounds: int) -> dict[str, Any] | None:
     program = [sys.executable, "-m", "wfbp", "bench", "training", *words]
     command = [*launch_command(link, 2), *program, "--rounds", str(rounds), "--json"]
     print(f"{MODELS[model]}, {LINKS[link]}", file=sys.stderr, flush=True)
-    # Fewer steps per candidate than usual, so that slow models are ready sooner.
-    variables = {"WFBP_TRIAL_STEPS": "2", **rank_environment()}
+    variables = rank_environment()
     if link != "none":
         variables.pop("GLOO_SOCKET_IFNAME")  # the link sets it
     done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
