@@ -3,10 +3,12 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <limits>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -58,6 +60,24 @@ std::vector<wfbp::Message> messages_of(const py::sequence& items) {
         message_of(message[0], py::cast<int>(message[1]), py::cast<bool>(message[2])));
   }
   return messages;
+}
+
+// Arrays, and the number of each one's first element in the buffer that they replace.
+wfbp::Arrays arrays_of(const py::handle item, std::size_t item_bytes, bool writeable) {
+  wfbp::Arrays found;
+  if (item.is_none()) return found;
+  const auto [starts, arrays] = py::cast<std::pair<std::vector<std::size_t>, py::list>>(item);
+  if (starts.size() != arrays.size()) throw py::value_error("each array needs a start");
+  for (std::size_t k = 0; k < starts.size(); ++k) {
+    const auto array = py::cast<py::array>(arrays[k]);
+    if (!(array.flags() & py::array::c_style) || (writeable && !array.writeable())) {
+      throw py::value_error("arrays must be contiguous, and writeable where results arrive");
+    }
+    found.arrays.push_back({starts[k],
+                            static_cast<std::uint8_t*>(const_cast<void*>(array.data())),
+                            static_cast<std::size_t>(array.nbytes()) / item_bytes});
+  }
+  return found;
 }
 
 wfbp::Piece piece_of(const py::handle item, std::size_t item_bytes) {
@@ -135,6 +155,27 @@ std::shared_ptr<wfbp::Transfer> begin(Face& self, std::uintptr_t comm, int tag,
   });
 }
 
+std::shared_ptr<wfbp::Exchange> exchange(
+    Face& self, std::shared_ptr<wfbp::Window> window, std::uintptr_t comm, std::vector<int> tags,
+    int rank, std::vector<int> agents,
+    const std::vector<std::tuple<int, std::size_t, std::size_t>>& shares,
+    const py::object& sources, const py::object& results, bool gathers, const std::string& dtype,
+    const std::string& op, double divisor) {
+  const wfbp::Reduction reduction = wfbp::reduction(dtype, op, divisor);
+  constexpr std::size_t all = std::numeric_limits<std::size_t>::max();
+  if (!window) window = std::make_shared<wfbp::Window>(wfbp::Window{all, all});
+  auto made = std::make_shared<wfbp::Exchange>(wfbp::Exchange{
+      std::move(window), comm, std::move(tags), rank, std::move(agents), {},
+      arrays_of(sources, reduction.item, false), arrays_of(results, reduction.item, true), gathers,
+      reduction});
+  for (const auto& [owner, start, stop] : shares) made->shares.push_back({owner, start, stop});
+  made->check();
+  return freely(self, [&] {
+    self.transfers->begin(made);
+    return made;
+  });
+}
+
 std::size_t progress(Face& self) {
   // Nothing to do: then do not let go of the GIL, which may be long in coming back.
   if (self.transfers->idle()) return 0;
@@ -151,7 +192,17 @@ std::size_t rest(Face& self, double nap_s, double most_s, const py::sequence& wa
 void wfbp::bind_transfers(py::module_& module) {
   py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
       .def_readonly("done", &Transfer::done)
-      .def_readonly("missing", &Transfer::missing);
+      .def_readonly("ended", &Transfer::ended);
+
+  py::class_<Exchange, std::shared_ptr<Exchange>>(module, "Exchange")
+      .def_readonly("done", &Exchange::done)
+      .def_readonly("ended", &Exchange::ended);
+
+  py::class_<Window, std::shared_ptr<Window>>(module, "Window")
+      .def(py::init([](std::size_t most_bytes, std::size_t most_chunks) {
+             return std::make_shared<Window>(Window{most_bytes, most_chunks});
+           }),
+           py::arg("most_bytes"), py::arg("most_chunks"));
 
   py::class_<Face>(module, "Transfers")
       .def(py::init([](std::size_t handle_bytes, std::uintptr_t isend, std::uintptr_t irecv,
@@ -167,6 +218,10 @@ void wfbp::bind_transfers(py::module_& module) {
       .def("begin", &begin, py::arg("comm"), py::arg("tag"), py::arg("messages"),
            py::arg("dtype") = "uint8", py::arg("op") = "sum", py::arg("divisor") = 1.0,
            py::arg("pieces") = py::tuple(), py::arg("then") = py::tuple())
+      .def("exchange", &exchange, py::arg("window"), py::arg("comm"), py::arg("tags"),
+           py::arg("rank"), py::arg("agents"), py::arg("shares"), py::arg("sources"),
+           py::arg("results"), py::arg("gathers"), py::arg("dtype"), py::arg("op"),
+           py::arg("divisor"))
       .def("adopt", &adopt, py::arg("request"))
       .def("progress", &progress)
       .def_property_readonly("num_over", [](const Face& self) { return self.transfers->num_over(); })

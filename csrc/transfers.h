@@ -15,38 +15,10 @@
 #include <utility>
 #include <vector>
 
-#include "kernels.h"
+#include "exchange.h"
 #include "mpi_functions.h"
 
 namespace wfbp {
-
-struct Message {
-  std::uint8_t* data;
-  int nbytes;
-  int peer;
-  bool incoming;
-};
-
-// Contributions to one piece of memory, and where they are combined.
-struct Piece {
-  std::vector<const std::uint8_t*> contributions;
-  std::uint8_t* result;
-  std::size_t count;
-};
-
-// Messages of one tag, then perhaps a reduction of what has arrived, then perhaps more messages.
-struct Transfer {
-  std::uintptr_t comm;
-  int tag;
-  std::vector<Message> messages;
-  Reduction reduction;
-  std::vector<Piece> pieces;
-  std::vector<Message> then;  // under the tag behind `tag`
-
-  std::size_t missing = 0;  // messages of this stage under way
-  bool last_stage = false;
-  bool done = false;
-};
 
 // Numbers in memory that other processes count up: until all of them, or any, are large enough.
 struct Watch {
@@ -73,6 +45,9 @@ class Transfers {
   // Start its messages. After an error some of them may be under way for ever.
   virtual void begin(std::shared_ptr<Transfer> transfer) = 0;
 
+  // Start its chunks, as its window permits, behind those that came before.
+  virtual void begin(std::shared_ptr<Exchange> exchange) = 0;
+
   // Take over a request that was begun elsewhere, such as a collective of the library.
   virtual void adopt(std::shared_ptr<Transfer> transfer, std::uintptr_t request) = 0;
 
@@ -85,7 +60,7 @@ class Transfers {
 
   virtual bool idle() const = 0;
 
-  // How many transfers are over, so far.
+  // How many transfers and exchanges are over, so far.
   virtual std::size_t num_over() const = 0;
 };
 
@@ -94,9 +69,20 @@ class TransfersOf final : public Transfers {
  public:
   explicit TransfersOf(const MpiAddresses& addresses) : mpi_(addresses) {}
 
+  // The library may still write to the scratch memory of messages under way.
+  ~TransfersOf() override {
+    if (!requests_.empty()) new auto(std::move(owners_));
+  }
+
   void begin(std::shared_ptr<Transfer> transfer) override {
     start(transfer, transfer->messages, transfer->tag);
     if (transfer->missing == 0) go_on(transfer);
+  }
+
+  void begin(std::shared_ptr<Exchange> exchange) override {
+    const std::shared_ptr<Window> window = exchange->window;
+    window->waiting.push_back(std::move(exchange));
+    fill(*window);
   }
 
   void adopt(std::shared_ptr<Transfer> transfer, std::uintptr_t request) override {
@@ -115,6 +101,7 @@ class TransfersOf final : public Transfers {
     for (std::size_t k = 0; k < ended; ++k) {
       std::shared_ptr<Transfer>& owner = owners_.at(static_cast<std::size_t>(indices_[k]));
       if (!owner) throw std::runtime_error("MPI reports the end of one message twice");
+      ++(owner->exchange ? owner->exchange->ended : owner->ended);
       if (--owner->missing == 0) ready_.push_back(owner);
       owner.reset();
     }
@@ -170,8 +157,31 @@ class TransfersOf final : public Transfers {
       }
       start(transfer, transfer->then, transfer->tag + 1);
     }
-    transfer->done = transfer->missing == 0;
-    num_over_ += transfer->done;
+    if (transfer->missing != 0) return;
+    transfer->done = true;
+    if (transfer->exchange) {
+      end_chunk(*transfer);
+    } else {
+      ++num_over_;
+    }
+  }
+
+  void fill(Window& window) {
+    while (window.has_room()) {
+      const std::shared_ptr<Exchange> exchange = window.waiting.front();
+      std::shared_ptr<Transfer> chunk = exchange->next(scratch_);
+      chunk->exchange = exchange;
+      window.add(*chunk);
+      begin(std::move(chunk));  // which may end it, and come back here
+    }
+  }
+
+  void end_chunk(Transfer& chunk) {
+    const std::shared_ptr<Exchange> exchange = std::move(chunk.exchange);
+    scratch_.give(std::move(chunk.scratch));
+    num_over_ += exchange->end_chunk();
+    exchange->window->remove(chunk);
+    fill(*exchange->window);
   }
 
   // Close the gaps, in order: those that came first are tested first.
@@ -194,6 +204,7 @@ class TransfersOf final : public Transfers {
   std::vector<std::shared_ptr<Transfer>> owners_;  // of each request
   std::vector<std::shared_ptr<Transfer>> ready_;   // a stage of theirs is over
   std::vector<int> indices_;
+  Scratch scratch_;
   std::size_t num_over_ = 0;
 };
 

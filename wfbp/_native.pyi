@@ -92,8 +92,23 @@ class Transfer:
     @property
     def done(self) -> bool: ...
     @property
-    def missing(self) -> int:
-        """Messages of its stage that are under way."""
+    def ended(self) -> int:
+        """Messages that have ended, so far."""
+
+class Window:
+    """How many bytes and chunks of the exchanges of one communicator are under way at once. They
+    start in the order of their exchanges."""
+
+    def __init__(self, most_bytes: int, most_chunks: int) -> None: ...
+
+class Exchange:
+    """A collective in which every rank has a share, in chunks."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def ended(self) -> int:
+        """Messages that have ended, so far."""
 
 class Transfers:
     """The transfers of a backend and its duplicates; for one thread at a time.
@@ -132,6 +147,37 @@ class Transfers:
         A message is contiguous memory, the rank that it is for or from, and whether it arrives.
         """
 
+    def exchange(
+        self,
+        window: Window | None,
+        comm: int,
+        tags: Sequence[int],
+        rank: int,
+        agents: Sequence[int],
+        shares: Sequence[tuple[int, int, int]],
+        sources: tuple[Sequence[int], Sequence[npt.NDArray[Any]]] | None,
+        results: tuple[Sequence[int], Sequence[npt.NDArray[Any]]],
+        gathers: bool,
+        dtype: str,
+        op: str,
+        divisor: float,
+    ) -> Exchange:
+        """Start a collective in chunks, each with one of the even ``tags`` and the next number.
+
+        Args:
+            window: whose chunks it joins; None: they all start now.
+            agents: ranks that contribute to this rank's share, in order of addition; ``rank`` too.
+            shares: owner, first and last element of each; messages start in this order.
+            sources: this rank's contributions to all shares, as arrays and the number of each one's
+                first element in the buffer that they replace; None: nothing is combined.
+            results: where combined shares go (one array), or where shares are (without sources).
+            gathers: whether every rank gets all results.
+
+        Raises:
+            ValueError: arrays that are not contiguous or writeable, too long a message, no chunk,
+                or a rank that is no agent.
+        """
+
     def adopt(self, request: int) -> Transfer:
         """Take over a request begun elsewhere."""
 
@@ -150,4 +196,4 @@ class Transfers:
 
     @property
     def num_over(self) -> int:
-        """How many transfers are over, so far."""
+        """How many transfers and exchanges are over, so far."""

@@ -14,6 +14,7 @@ from wfbp.native import any_reached, reduce_shards
 Array = npt.NDArray[Any]
 Message = tuple[Array, int, bool]
 Piece = tuple[Sequence[Array], Array]
+Arrays = tuple[Sequence[int], Sequence[Array]]
 
 
 class PythonTransfers:
@@ -37,6 +38,60 @@ class PythonTransfers:
         transfer = PythonTransfer(comm, tag, (dtype, op, divisor), pieces, then)
         transfer.start(messages, tag)
         return self._add(transfer)
+
+    def exchange(
+        self,
+        window: object,
+        comm: int,
+        tags: Sequence[int],
+        rank: int,
+        agents: Sequence[int],
+        shares: Sequence[tuple[int, int, int]],
+        sources: Arrays | None,
+        results: Arrays,
+        gathers: bool,
+        dtype: str,
+        op: str,
+        divisor: float,
+    ) -> PythonExchange:
+        """All chunks at once."""
+        at = list(agents).index(rank)
+        others = [*agents[at + 1 :], *agents[:at]]
+        chunks = []
+        for number, tag in enumerate(tags):
+            messages: list[Message] = []
+            gathered: list[Message] = []
+            combined: list[Piece] = []
+            bounds = [
+                [owner, *(start + (stop - start) * k // len(tags) for k in (number, number + 1))]
+                for owner, start, stop in shares
+            ]
+            for owner, first, last in bounds:
+                if sources is None or owner != rank:
+                    continue
+                result = results[1][0][first - results[0][0] :]
+                for piece in between(sources, first, last):
+                    contributions = [np.copy(piece) for _ in agents]
+                    contributions[at] = piece
+                    combined.append((contributions, result[: piece.size]))
+                    result = result[piece.size :]
+                for agent in others:
+                    place = list(agents).index(agent)
+                    messages += [(parts[place], agent, True) for parts, _ in combined]
+            for owner, first, last in bounds:
+                if sources is not None and owner != rank:
+                    messages += [(p, owner, False) for p in between(sources, first, last)]
+                if not gathers:
+                    continue
+                pieces = between(results, first, last)
+                if owner != rank:
+                    gathered += [(p, owner, True) for p in pieces]
+                else:
+                    gathered += [(p, agent, False) for agent in others for p in pieces]
+            if sources is None:
+                messages, gathered = gathered, []
+            chunks.append(self.begin(comm, tag, messages, dtype, op, divisor, combined, gathered))
+        return PythonExchange(chunks)
 
     def adopt(self, request: int) -> PythonTransfer:
         from mpi4py import MPI
@@ -72,6 +127,28 @@ class PythonTransfers:
         return ended
 
 
+def between(arrays: Arrays, start: int, stop: int) -> list[Array]:
+    """The pieces of elements ``start`` to ``stop``."""
+    pieces = [
+        array[max(start - first, 0) : max(stop - first, 0)]
+        for first, array in zip(*arrays, strict=True)
+    ]
+    return [piece for piece in pieces if piece.size]
+
+
+class PythonExchange:
+    def __init__(self, chunks: Sequence[PythonTransfer]) -> None:
+        self._chunks = chunks
+
+    @property
+    def done(self) -> bool:
+        return all(chunk.done for chunk in self._chunks)
+
+    @property
+    def ended(self) -> int:
+        return sum(chunk.ended for chunk in self._chunks)
+
+
 class PythonTransfer:
     def __init__(
         self,
@@ -87,6 +164,7 @@ class PythonTransfer:
         self._pieces = pieces
         self._then: Sequence[Message] | None = then
         self.pending: list[Any] = []
+        self.ended = 0
         self.done = False
 
     def start(self, messages: Sequence[Message], tag: int) -> None:
@@ -105,6 +183,7 @@ class PythonTransfer:
             if not self.pending[-1].Test():
                 return ended
             self.pending.pop()
+            self.ended += 1
             ended += 1
         then, self._then = self._then, None
         if then is not None:

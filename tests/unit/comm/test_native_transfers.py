@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fake_mpi import IN_STATUS, STATUS_BYTES, TRUNCATED, UNDEFINED, FakeError, FakeMpi
+from tests.support.python_transfers import Message, PythonTransfers
 from wfbp import native
 from wfbp.comm.mpi import transfers
 from wfbp.comm.mpi.library import load_transfers
@@ -447,3 +448,140 @@ def test_another_library_is_refused(library: Any, spoil: Callable[[Any], None], 
     spoil(library)
     with pytest.raises(BackendError, match=f"cannot be called directly.*{told}"):
         load_transfers(library)
+
+
+class RecordedTransfers(PythonTransfers):
+    """The reference, of which only the messages of its chunks are wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: list[tuple[int, list[Message], list[Message]]] = []
+
+    def begin(self, comm: int, tag: int, messages: Any, *how: Any) -> Any:
+        self.chunks.append((tag, list(messages), list(how[-1])))
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> dict[str, Any]:
+    """What :meth:`native.Transfers.exchange` is given, but for window and communicator."""
+    size = draw(st.integers(1, 4))
+    rank = draw(st.integers(0, size - 1))
+    counts = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+    ends = np.cumsum([0, *counts])
+    order = draw(st.permutations(range(size)))
+    starts = sorted({0, *draw(st.lists(st.integers(0, max(0, int(ends[-1]) - 1)), max_size=3))})
+    lengths = np.diff([*starts, ends[-1]])
+    combines = draw(st.booleans())
+    whole = [0], [np.arange(ends[-1], dtype=np.float32)]
+    return {
+        "tags": range(0, 2 * draw(st.integers(1, 4)), 2),
+        "rank": rank,
+        "agents": draw(st.permutations(range(size))),
+        "shares": [(owner, int(ends[owner]), int(ends[owner + 1])) for owner in order],
+        "sources": (starts, [np.ones(n, np.float32) for n in lengths]) if combines else None,
+        "results": whole if combines else (starts, [np.zeros(n, np.float32) for n in lengths]),
+        "gathers": not combines or draw(st.booleans()),
+        "dtype": "float32",
+        "op": "sum",
+        "divisor": 1.0,
+    }
+
+
+def described(messages: Iterable[Message], arrays: Iterable[Array]) -> list[tuple[Any, ...]]:
+    """Kind, place (unless scratch memory), bytes and peer of messages."""
+    bounds = [(address(array), address(array) + array.nbytes) for array in arrays]
+    found = []
+    for data, peer, incoming in messages:
+        known = any(start <= address(data) < stop for start, stop in bounds)
+        kind = "receive" if incoming else "send"
+        found.append((kind, address(data) if known else 0, data.nbytes, peer))
+    return found
+
+
+@given(exchanges())
+def test_an_exchange_sends_the_messages_of_the_reference(told: dict[str, Any]) -> None:
+    mpi = FakeMpi(8, 8)
+    transfers, reference = native.Transfers(**mpi.told), RecordedTransfers()
+    reference.exchange(None, mpi.comm, **told)
+    exchange = transfers.exchange(None, mpi.comm, **told)
+    arrays = [*told["results"][1], *(told["sources"] or ((), ()))[1]]
+    places = {address(array) + at for array in arrays for at in range(array.nbytes)}
+
+    def begun(first: int) -> list[tuple[Any, ...]]:
+        return [
+            (kind, at if at in places else 0, nbytes, peer, tag)
+            for kind, at, nbytes, peer, tag, _ in mpi.begun[first:]
+        ]
+
+    first = [
+        (*message, tag)
+        for tag, messages, _ in reference.chunks
+        for message in described(messages, arrays)
+    ]
+    then = [
+        (*message, tag + 1)
+        for tag, _, messages in reference.chunks
+        for message in described(messages, arrays)
+    ]
+    # A chunk without messages of its first stage begins the second at once.
+    assert sorted(m for m in begun(0) if not m[-1] % 2) == sorted(first)
+    num_ended = 0
+    while not exchange.done:
+        num_begun = len(mpi.begun)
+        mpi.end(*range(num_ended, num_begun))
+        assert transfers.progress() == num_begun - num_ended
+        num_ended = num_begun
+    assert sorted(m for m in begun(0) if m[-1] % 2) == sorted(then)
+    assert exchange.ended == len(first) + len(then)
+
+
+@given(st.integers(1, 3), st.integers(8, 64))
+def test_chunks_wait_for_room_in_order(most_chunks: int, most_bytes: int) -> None:
+    mpi = FakeMpi(4, 16)
+    transfers, window = native.Transfers(**mpi.told), native.Window(most_bytes, most_chunks)
+    data = np.zeros(24, np.float32)
+    shares, arrays = [(1, 0, 12), (0, 12, 24)], ([0], [data])
+
+    def exchange(tags: list[int]) -> native.Exchange:
+        how = True, "uint8", "sum", 1.0
+        return transfers.exchange(window, mpi.comm, tags, 0, [0, 1], shares, None, arrays, *how)
+
+    with pytest.raises(ValueError, match="no chunk"):
+        exchange([])
+    exchanges = [exchange([0, 2, 4]), exchange([6, 8, 10, 12])]
+    num_ended = 0
+    while not exchanges[1].done:
+        under_way = mpi.begun[num_ended:]
+        tags = sorted({tag for *_, tag, _ in under_way})
+        nbytes = sum(nbytes for _, _, nbytes, *_ in under_way)
+        assert len(tags) == 1 or (len(tags) <= most_chunks and nbytes <= most_bytes)
+        assert tags == list(range(tags[0], tags[0] + 2 * len(tags), 2)), "in order"
+        mpi.end(num_ended, num_ended + 1)
+        num_ended += 2
+        assert transfers.progress() == 2
+    assert exchanges[0].done
+    assert [tag for *_, tag, _ in mpi.begun[::2]] == [0, 2, 4, 6, 8, 10, 12]
+
+
+def test_an_exchange_that_cannot_be_is_refused(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    data = np.zeros(4, np.float32)
+    good: dict[str, Any] = {
+        "tags": [0], "rank": 0, "agents": [0, 1], "shares": [(0, 0, 2), (1, 2, 4)],
+        "sources": ([0], [data]), "results": ([0], [data]), "gathers": True,
+        "dtype": "float32", "op": "sum", "divisor": 1.0,
+    }  # fmt: skip
+    fixed = np.zeros(4, np.float32)
+    fixed.flags.writeable = False
+    for change, told in (
+        ({"agents": [1, 2]}, "rank 0 is no agent"),
+        ({"results": ([0, 2], [data[:2], data[2:]])}, "one array of results, found 2"),
+        ({"results": ([0], [fixed])}, "writeable where results arrive"),
+        ({"sources": ([0], [np.zeros((4, 2))[:, 0]])}, "must be contiguous"),
+        ({"sources": ([0, 1], [data])}, "each array needs a start"),
+        ({"shares": [(0, 0, 1 << 32)]}, "longer than MPI can count"),
+        ({"dtype": "int3"}, "int3"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            transfers.exchange(None, mpi.comm, **{**good, **change})
+    assert not mpi.begun

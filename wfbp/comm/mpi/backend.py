@@ -18,7 +18,6 @@ from wfbp.comm.arrays import (
     Buffer,
     Segment,
     as_arrays,
-    between,
     block_ranges,
     blocks,
     fill,
@@ -37,7 +36,6 @@ from wfbp.comm.mpi.transfers import (
     Channel,
     Chunking,
     MpiWork,
-    Pieces,
     ProgressGroup,
     Task,
     TransferTask,
@@ -162,10 +160,8 @@ class MpiBackend(HostBackend):
         sources = as_arrays(data, [(0, data.size)], segments, dtype, writeable=False)
         if data.nbytes * (self.size - 1) <= self._topology.chunking.small_bytes:
             # Each rank sends all of its contribution, and combines all of the result.
-            pieces = between(sources, 0, data.size)
-            given = dict.fromkeys((self.rank, *self._channel.peers), pieces)
-            task = self._task(data.nbytes, given, {self.rank: [data]}, dtype, op, gathers=False)
-            return self._channel.submit(data.nbytes, [task])
+            shares = [(0, data.size)] * self.size
+            return self._exchange(data, shares, dtype, op, sources, gathers=False)
         return self._exchange(data, split(data.size, self.size), dtype, op, sources)
 
     def reduce_scatter(
@@ -338,44 +334,24 @@ class MpiBackend(HostBackend):
     ) -> MpiWork[None]:
         """Combine the ``sources``, if any, of each rank's share, into ``results`` or the buffer;
         every rank gets all results if ``gathers``."""
-        results = ([0], [data]) if results is None else results
-        nbytes = 0
-        for start, stop in shares:
-            nbytes += (stop - start) * data.itemsize
-        # Chunks have a piece of every rank's share, so that all ranks work all the time.
+        channel, places = self._channel, results or ([0], [data])
+        nbytes = sum(stop - start for start, stop in shares) * data.itemsize
         num_chunks = -(-nbytes // self._topology.chunking.chunk_bytes)
-        owners, item = (*self._channel.peers, self.rank), data.itemsize  # receive first
-        tasks = []
-        for chunk in range(num_chunks):
-            given, places, nbytes = {}, {}, 0
-            for owner in owners:
-                start, stop = shares[owner]
-                first = start + (stop - start) * chunk // num_chunks
-                last = start + (stop - start) * (chunk + 1) // num_chunks
-                nbytes += (last - first) * item
-                places[owner] = between(results, first, last)
-                if sources is not None:
-                    given[owner] = between(sources, first, last)
-            tasks.append(self._task(nbytes, given, places, dtype, op, gathers))
-        return self._channel.submit(data.nbytes, tasks)
 
-    def _task(
-        self,
-        nbytes: int,
-        sources: Pieces,
-        results: Pieces,
-        dtype: str,
-        op: Op,
-        gathers: bool,
-    ) -> Task:
-        """Exchange one chunk with every rank."""
-        channel, ranks, how = self._channel, range(self.size), reduction(op, self.size)
-        return TransferTask(
-            nbytes,
-            lambda task: begin_exchange(
-                task, channel, ranks, sources, results, dtype, how, gathers
-            ),
-        )
+        def begin(_: Task) -> native.Exchange:
+            return begin_exchange(
+                channel,
+                range(self.size),
+                [(owner, *shares[owner]) for owner in (*channel.peers, self.rank)],
+                sources,
+                places,
+                dtype,
+                reduction(op, self.size),
+                gathers,
+                [channel.next_tag() for _ in range(num_chunks)],
+            )
+
+        return channel.submit(data.nbytes, [TransferTask(0, begin)])
 
     def _next_name(self) -> str:
         """The name of the next backend that all ranks of this one make."""

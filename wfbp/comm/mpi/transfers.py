@@ -4,9 +4,10 @@ A :class:`Channel` starts the tasks of one communicator in order of submission, 
 a time. Only the order of starts is the same on every rank, so only a start may begin a collective
 of the MPI library; everything later is point-to-point, with the task's tag.
 
-Most tasks are *transfers* of the C++ extension (``csrc/transfers.h``): messages, an optional
-reduction, more messages. One call advances all of them without the interpreter, so a training
-thread that holds the interpreter neither waits nor is delayed. Other tasks advance in Python.
+Most tasks are *exchanges* of the C++ extension (``csrc/exchange.h``): collectives in chunks, of
+messages, an optional reduction, and more messages. One call advances all of them without the
+interpreter, so a training thread that holds it neither waits nor is delayed. Their chunks have a
+window of their own. Other tasks advance in Python.
 
 Threads: the channels of a backend and its duplicates share one :class:`ProgressGroup`, which one
 thread at a time may use.
@@ -18,14 +19,12 @@ import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from wfbp import native
-from wfbp.comm.arrays import Buffer, split
+from wfbp.comm.arrays import Arrays, Buffer, split
 from wfbp.comm.backend import T, Work
 from wfbp.errors import BackendError
 
@@ -67,13 +66,12 @@ def chunks(numel: int, item_bytes: int, chunk_bytes: int) -> list[tuple[int, int
 
 
 class Task(ABC):
-    """One chunk of a collective; complete when its ``transfer``, or else :meth:`step`, is done."""
+    """A collective, or a chunk of it; complete when its ``transfer`` or :meth:`step` is done."""
 
     nbytes: int
+    """That count in the channel's window."""
     work: MpiWork[Any]
-    transfer: native.Transfer | None = None
-    scratch: Buffer | None = None
-    """Memory of the channel that the task uses until it is complete."""
+    transfer: native.Transfer | native.Exchange | None = None
     request: MPI.Request | None = None
     """Of the MPI library, which keeps the memory of its collective."""
 
@@ -95,7 +93,7 @@ class TransferTask(Task):
     """A task of messages alone; ``begin`` refers to their memory."""
 
     nbytes: int
-    begin: Callable[[Task], native.Transfer]
+    begin: Callable[[Task], native.Transfer | native.Exchange]
 
     def start(self) -> None:
         self.transfer = self.begin(self)
@@ -197,7 +195,7 @@ class MpiWork(Work[T]):
     place: tuple[str, int] | None = None
     begun_s: float = field(default_factory=time.monotonic)
     value: T | None = None
-    _left: tuple[int, int] = (0, 0)  # tasks, and messages of those under way, when last looked at
+    _left: tuple[int, int] = (0, 0)  # tasks, and messages of these that had ended, at the last look
     _moved_s: float = 0.0
 
     def test(self) -> bool:
@@ -215,7 +213,7 @@ class MpiWork(Work[T]):
     @property
     def moved_s(self) -> float:
         transfers = [task.transfer for task in self.channel.active if task.work is self]
-        left = self.remaining, sum(transfer.missing for transfer in transfers if transfer)
+        left = self.remaining, sum(transfer.ended for transfer in transfers if transfer)
         if left != self._left:
             self._left, self._moved_s = left, time.monotonic()
         return self._moved_s
@@ -242,8 +240,8 @@ class Channel:
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.active: list[Task] = []
         self.queue: deque[Task] = deque()
-        self.free_scratch: list[Buffer] = []
         self.window = window
+        self.chunk_window = native.Window(window.window_bytes, window.window_tasks)
         self._active_bytes = 0
         self.num_tags = 0
         group.channels.append(self)
@@ -292,8 +290,6 @@ class Channel:
             work.remaining -= 1
             if not work.remaining:
                 self.group.note_end(work)
-            if task.scratch is not None:
-                self.free_scratch.append(task.scratch)
         self._fill()
 
     def abandon(self) -> None:
@@ -305,15 +301,6 @@ class Channel:
             self.group.num_polled -= task.transfer is None
         self.active.clear()
         self._active_bytes = 0
-
-    def take_scratch(self, nbytes: int) -> Buffer:
-        """Memory for arriving data, of a task that gives it back when it is complete."""
-        free = self.free_scratch
-        for index, block in enumerate(free):
-            if block.nbytes >= nbytes:
-                return free.pop(index)
-        del free[:1]  # a block that proved too small: chunks soon all have the same size
-        return np.empty(nbytes, np.uint8)
 
     def leave(self) -> None:
         """Leave the group; abandon whatever is still under way."""
@@ -338,63 +325,39 @@ class Channel:
             self.group.num_polled += task.transfer is None
 
 
-Pieces = Mapping[int, Sequence[Buffer]]
-"""Pieces of shares, by the share's owner; cut at the same places on every rank."""
+Shares = Sequence[tuple[int, int, int]]
+"""Owner, first and last element of shares, in the order in which messages start."""
 
 
 def begin_exchange(
-    task: Task,
     channel: Channel,
     agents: Sequence[int],
-    sources: Pieces,
-    results: Pieces,
+    shares: Shares,
+    sources: Arrays | None,
+    results: Arrays,
     dtype: str,
     how: tuple[str, float],
     gathers: bool,
-    tag: int | None = None,
-) -> native.Transfer:
-    """Combine shares at their owners (a reduce-scatter), send the results back, or both.
+    tags: Sequence[int],
+    at_once: bool = False,
+) -> native.Exchange:
+    """Combine shares at their owners (a reduce-scatter), send the results back, or both; a chunk
+    per tag (``csrc/exchange.h``), as the channel's window permits unless ``at_once``.
 
     ``agents`` contribute to this rank's share, in this order; it is one of them. This rank
     contributes ``sources`` to its own and to other shares. Without sources nothing is combined;
-    with them the result of a share is one piece. If all ranks are agents, both stages cost
-    2 (n - 1) / n times the bytes of all shares per rank, like a ring, in two steps.
+    with them there is one array of results. The caller keeps the memory of both.
     """
-    rank, at = channel.rank, agents.index(channel.rank)
-    others = [*agents[at + 1 :], *agents[:at]]  # the next one first: ranks start differently
-    messages: list[Message] = []
-    # Per piece of this rank's share: what each agent contributes, and where the result goes.
-    combined: list[tuple[list[Buffer], Buffer]] = []
-    if own := sources.get(rank):
-        start = 0
-        for piece in own:
-            place = results[rank][0][start : start + piece.size]
-            combined.append(([piece] * len(agents), place))
-            start += piece.size
-        task.scratch = channel.take_scratch(start * own[0].itemsize * len(others))
-        start = 0
-        for step, agent in enumerate(others, at + 1):
-            for piece, (contributions, _) in zip(own, combined, strict=True):
-                arriving = task.scratch[start : start + piece.nbytes].view(piece.dtype)
-                start += piece.nbytes
-                contributions[step % len(agents)] = arriving
-                messages.append((arriving, agent, True))
-    for owner, pieces in sources.items():
-        if owner != rank:
-            for piece in pieces:
-                messages.append((piece, owner, False))
-    gathered: list[Message] = []
-    for owner, pieces in results.items() if gathers else ():
-        for piece in pieces:
-            if owner != rank:
-                gathered.append((piece, owner, True))
-                continue
-            for agent in others:
-                gathered.append((piece, agent, False))
-    if not sources:
-        messages, gathered = gathered, []
-    if tag is None:  # in the order of starts, which is the same on every rank
-        tag = channel.next_tag()
-    return channel.group.transfers.begin(
-        channel.handle, tag, messages, dtype, *how, combined, gathered
+    return channel.group.transfers.exchange(
+        None if at_once else channel.chunk_window,
+        channel.handle,
+        tags,
+        channel.rank,
+        agents,
+        shares,
+        sources,
+        results,
+        gathers,
+        dtype,
+        *how,
     )

@@ -144,7 +144,7 @@ class TwoLevelTask(FlaggedTask):
         self._sources, self._results = sources, results
         self._dtype, self._op, self._gathers = dtype, op, gathers
         self._is_combined = False
-        self._sent: native.Transfer | None = None  # the messages between hosts
+        self._sent: native.Exchange | None = None  # the messages between hosts
         self._missing = self._flags.peers
         """Ranks of this host that have not reached the next phase (REDUCED: whose blocks are not
         copied yet)."""
@@ -221,22 +221,19 @@ class TwoLevelTask(FlaggedTask):
     def _exchange(self) -> None:
         """Combine blocks over hosts at their owners, and send the results back."""
         levels, flags = self._levels, self._flags
-        blocks = {
-            owner: [block]
-            for owner in levels.blocks_of[flags.rank]
-            if (block := self._block(flags.rank, owner)).size
-        }
         how, divisor = reduction(self._op or Op.SUM, levels.channel.size)
+        mine = [0], [self._data]
         self._sent = begin_exchange(
-            self,
             levels.channel,
             levels.agents,
-            {} if self._op is None else blocks,
-            blocks,
+            [(owner, *self._bounds[owner]) for owner in levels.blocks_of[flags.rank]],
+            None if self._op is None else mine,
+            mine,
             self._dtype,
             (how, 1.0 if self._dtype in HALF else divisor),
             self._gathers,
-            self._tag,
+            [self._tag],
+            at_once=True,  # hosts need not start them in one order
         )
 
     def _block(self, place: int, owner: int) -> Buffer:
