@@ -29,6 +29,7 @@ NATIVE = "wfbp._native"
 NATIVE_HEADERS = [
     f"csrc/{name}"
     for name in (
+        "exchange.h",
         "half.h",
         "kernels.h",
         "kernels.inl",
