@@ -161,10 +161,11 @@ SWEEP_KIB = [
 
 
 def sweep(comm: MPI.Comm) -> list[Contestant]:
-    """All-reduces of the library, and of backends with chunks of several sizes."""
+    """All-reduces of the library, and of backends with chunks of several sizes, by messages."""
 
     def of(chunk_kib: int, window_kib: int) -> Contestant:
-        backend = MpiBackend(chunking=Chunking(chunk_kib << 10, window_kib << 10, window_tasks=64))
+        chunking = Chunking(chunk_kib << 10, window_kib << 10, window_tasks=64)
+        backend = MpiBackend(chunking=chunking, shared_memory=False)
         waiter = Waiter.watching(backend)
         return Contestant(
             f"{chunk_kib} KiB, {window_kib} KiB",
