@@ -451,7 +451,7 @@ def test_another_library_is_refused(library: Any, spoil: Callable[[Any], None], 
 
 
 class RecordedTransfers(PythonTransfers):
-    """The reference, of which only the messages of its chunks are wanted."""
+    """The reference, but it only notes the messages of each chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +463,7 @@ class RecordedTransfers(PythonTransfers):
 
 @st.composite
 def exchanges(draw: st.DrawFn) -> dict[str, Any]:
-    """What :meth:`native.Transfers.exchange` is given, but for window and communicator."""
+    """Arguments of :meth:`native.Transfers.exchange`, without window and communicator."""
     size = draw(st.integers(1, 4))
     rank = draw(st.integers(0, size - 1))
     counts = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))

@@ -6,8 +6,8 @@ of the MPI library; everything later is point-to-point, with the task's tag.
 
 Most tasks are *exchanges* of the C++ extension (``csrc/exchange.h``): collectives in chunks, of
 messages, an optional reduction, and more messages. One call advances all of them without the
-interpreter, so a training thread that holds it neither waits nor is delayed. Their chunks have a
-window of their own. Other tasks advance in Python.
+interpreter, so a training thread that holds it neither waits nor is delayed. A separate window
+limits their chunks. Other tasks advance in Python.
 
 Threads: the channels of a backend and its duplicates share one :class:`ProgressGroup`, which one
 thread at a time may use.
@@ -326,7 +326,7 @@ class Channel:
 
 
 Shares = Sequence[tuple[int, int, int]]
-"""Owner, first and last element of shares, in the order in which messages start."""
+"""Owner, first and last element of each share. Messages start in this order."""
 
 
 def begin_exchange(
