@@ -348,7 +348,7 @@ class MpiBackend(HostBackend):
                 dtype,
                 reduction(op, self.size),
                 gathers,
-                [channel.next_tag() for _ in range(num_chunks)],
+                channel.chunk_tags(num_chunks),
             )
 
         return channel.submit(data.nbytes, [TransferTask(0, begin)])

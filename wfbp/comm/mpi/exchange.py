@@ -300,7 +300,11 @@ class Exchange:
     @property
     def position(self) -> int:
         """How many tasks have been made; equal on all ranks of a group without work under way."""
-        return self.channel.num_tags + (self._flags.num_tasks if self._flags else 0)
+        return (
+            self.channel.num_tags
+            + self.channel.num_chunks
+            + (self._flags.num_tasks if self._flags else 0)
+        )
 
     def move(
         self,

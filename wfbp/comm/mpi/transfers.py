@@ -243,14 +243,20 @@ class Channel:
         self.window = window
         self.chunk_window = native.Window(window.window_bytes, window.window_tasks)
         self._active_bytes = 0
-        self.num_tags = 0
+        self.num_tags = self.num_chunks = 0
         group.channels.append(self)
 
     def next_tag(self) -> int:
         """An unused tag (the one after it is unused too); the same on every rank."""
         # Wrapping around is safe: a task this old is over on every rank before this one starts.
         self.num_tags += 1
-        return 2 * (self.num_tags % NUM_TAGS)
+        return 2 * (NUM_TAGS // 2 + self.num_tags % (NUM_TAGS // 2))
+
+    def chunk_tags(self, count: int) -> list[int]:
+        """Tags of an exchange's chunks. No other task has them, since it may start beside chunks
+        that still wait; chunks themselves start in order."""
+        first, self.num_chunks = self.num_chunks, self.num_chunks + count
+        return [2 * (number % (NUM_TAGS // 2)) for number in range(first, first + count)]
 
     def submit(
         self, nbytes: int, tasks: Sequence[Task], finish: Callable[[], Any] | None = None
