@@ -1,9 +1,9 @@
-// What messages are sent for a collective in which every rank has a share: exchanges, in chunks.
+// Exchanges: collectives in which every rank has a share, cut into chunks of messages.
 //
 // If contributions are combined, each rank gets those to its own share (a reduce-scatter). Then
 // results may be sent to all (an all-gather). A chunk has a part of every rank's share, so that all
-// ranks work all the time. Both stages send 2 (n - 1) / n of the bytes per rank, like a ring, in
-// two steps.
+// ranks work all the time. If every rank is an agent and shares do not overlap, both stages
+// together send 2 (n - 1) / n of the bytes per rank, like a ring, in two steps.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ class Scratch {
       free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(k));
       return found;
     }
-    // In place of one that proved too small: chunks soon all have the same size.
+    // In place of one that is too small, so that there are no more than were in use at once.
     if (!free_.empty()) free_.erase(free_.begin());
     return {std::unique_ptr<std::uint8_t[]>(new std::uint8_t[nbytes]), nbytes};
   }
@@ -86,7 +86,7 @@ struct Transfer {
   std::size_t nbytes = 0;
 };
 
-// Consecutive arrays in place of one buffer.
+// Consecutive arrays that replace one buffer.
 struct Arrays {
   struct Array {
     std::size_t start;  // its first element's number in the buffer
@@ -115,25 +115,13 @@ struct Share {
   std::size_t start, stop;
 };
 
-// Which chunks may be under way: those of one communicator, which start in order on every rank.
-struct Window {
-  std::size_t most_bytes, most_chunks;
-  std::size_t bytes = 0, chunks = 0;  // under way
-  std::deque<std::shared_ptr<Exchange>> waiting{};
-
-  inline bool has_room() const;
-  inline void add(const Transfer& chunk);
-  void remove(const Transfer& chunk) {
-    bytes -= chunk.nbytes;
-    --chunks;
-  }
-};
+struct Window;
 
 // One collective. Ranks agree on shares, tags and the places where arrays are cut.
 struct Exchange {
   std::shared_ptr<Window> window;
   std::uintptr_t comm;
-  std::vector<int> tags;  // of each chunk; its second stage has the tag behind
+  std::vector<int> tags;  // one per chunk; its second stage has the tag after it
   int rank;
   std::vector<int> agents;    // contribute to this rank's share, in this order; it is one of them
   std::vector<Share> shares;  // in the order in which messages start
@@ -156,7 +144,7 @@ struct Exchange {
     return count * reduction.item;
   }
 
-  // Throws unless the chunks can be sent.
+  // Throw unless the chunks can be sent.
   void check() const {
     if (tags.empty()) throw std::invalid_argument("an exchange has no chunk");
     if (place_of_rank() == agents.size()) {
@@ -258,17 +246,30 @@ struct Exchange {
   }
 };
 
-inline bool Window::has_room() const {
-  if (waiting.empty()) return false;
-  const Exchange& next = *waiting.front();
-  return chunks == 0 ||
-         (chunks < most_chunks && bytes + next.chunk_bytes(next.num_started) <= most_bytes);
-}
+// Which chunks may be under way: those of one communicator, which start in order on every rank.
+struct Window {
+  std::size_t most_bytes, most_chunks;
+  std::size_t bytes = 0, chunks = 0;  // under way
+  std::deque<std::shared_ptr<Exchange>> waiting{};
 
-inline void Window::add(const Transfer& chunk) {
-  bytes += chunk.nbytes;
-  ++chunks;
-  if (waiting.front()->num_started == waiting.front()->tags.size()) waiting.pop_front();
-}
+  bool has_room() const {
+    if (waiting.empty()) return false;
+    const Exchange& next = *waiting.front();
+    return chunks == 0 ||
+           (chunks < most_chunks && bytes + next.chunk_bytes(next.num_started) <= most_bytes);
+  }
+
+  // Count a chunk of the first exchange that waits.
+  void add(const Transfer& chunk) {
+    bytes += chunk.nbytes;
+    ++chunks;
+    if (waiting.front()->num_started == waiting.front()->tags.size()) waiting.pop_front();
+  }
+
+  void remove(const Transfer& chunk) {
+    bytes -= chunk.nbytes;
+    --chunks;
+  }
+};
 
 }  // namespace wfbp

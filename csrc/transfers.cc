@@ -66,10 +66,12 @@ std::vector<wfbp::Message> messages_of(const py::sequence& items) {
 wfbp::Arrays arrays_of(const py::handle item, std::size_t item_bytes, bool writeable) {
   wfbp::Arrays found;
   if (item.is_none()) return found;
-  const auto [starts, arrays] = py::cast<std::pair<std::vector<std::size_t>, py::list>>(item);
+  const auto [starts, arrays] = py::cast<std::pair<std::vector<std::size_t>, py::sequence>>(item);
   if (starts.size() != arrays.size()) throw py::value_error("each array needs a start");
   for (std::size_t k = 0; k < starts.size(); ++k) {
-    const auto array = py::cast<py::array>(arrays[k]);
+    // Not converted: a new array would end here, and the library still use its memory.
+    if (!py::isinstance<py::array>(arrays[k])) throw py::type_error("these must be arrays");
+    const py::array array = arrays[k];
     if (!(array.flags() & py::array::c_style) || (writeable && !array.writeable())) {
       throw py::value_error("arrays must be contiguous, and writeable where results arrive");
     }

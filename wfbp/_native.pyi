@@ -96,8 +96,8 @@ class Transfer:
         """Messages that have ended, so far."""
 
 class Window:
-    """How many bytes and chunks of the exchanges of one communicator are under way at once. They
-    start in the order of their exchanges."""
+    """Limits the bytes and the chunks under way at once, of the exchanges of one communicator.
+    Chunks start in the order of their exchanges."""
 
     def __init__(self, most_bytes: int, most_chunks: int) -> None: ...
 
@@ -162,10 +162,11 @@ class Transfers:
         op: str,
         divisor: float,
     ) -> Exchange:
-        """Start a collective in chunks, each with one of the even ``tags`` and the next number.
+        """Start a collective in chunks: one per tag. A chunk uses its tag, which is even, and the
+        odd one after it.
 
         Args:
-            window: whose chunks it joins; None: they all start now.
+            window: limits the chunks under way; None: they all start now.
             agents: ranks that contribute to this rank's share, in order of addition; ``rank`` too.
             shares: owner, first and last element of each; messages start in this order.
             sources: this rank's contributions to all shares, as arrays and the number of each one's
@@ -174,8 +175,10 @@ class Transfers:
             gathers: whether every rank gets all results.
 
         Raises:
-            ValueError: arrays that are not contiguous or writeable, too long a message, no chunk,
-                or a rank that is no agent.
+            TypeError: something else than an array.
+            ValueError: arrays that are not contiguous or writeable, or lack a start; several arrays
+                of results though something is combined; too long a message; no tag; or a rank that
+                is no agent.
         """
 
     def adopt(self, request: int) -> Transfer:

@@ -143,18 +143,6 @@ def as_arrays(
     return [*starts, end], [*buffers, data[end:]]
 
 
-def between(arrays: Arrays, start: int, stop: int) -> list[Buffer]:
-    """The non-empty pieces of elements ``start`` to ``stop``.
-
-    >>> between(([0, 3], [np.arange(3), np.arange(3, 5)]), 1, 4)
-    [array([1, 2]), array([3])]
-    """
-    starts, buffers = arrays
-    if len(starts) == 1:
-        return [buffers[0][start:stop]] if start < stop else []
-    return [piece for piece, _ in pieces_of(arrays, start, stop)]
-
-
 def pieces_of(
     arrays: Arrays, start: int, stop: int, elsewhere: bool = False
 ) -> list[tuple[Buffer, int]]:

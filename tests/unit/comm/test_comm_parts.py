@@ -17,6 +17,7 @@ from tests.contract.checks import HALVES, INTEGERS, contribution, expected
 from tests.support.host_ranks import group, plain_channel
 from wfbp.comm.arrays import blocks, combine, split, typed
 from wfbp.comm.mpi.transfers import (
+    NUM_TAGS,
     Channel,
     Chunking,
     MpiWork,
@@ -113,6 +114,16 @@ class Recorded(Task):
 
 def work_of(channel: Channel, jobs: list[Recorded]) -> MpiWork[None]:
     return channel.submit(sum(job.nbytes for job in jobs), jobs)
+
+
+def test_chunks_that_wait_share_no_tag_with_other_tasks() -> None:
+    channel = plain_channel(group(0, 2))
+    waiting = channel.chunk_tags(NUM_TAGS)
+    others = {channel.next_tag() for _ in range(NUM_TAGS)}
+    assert others.isdisjoint(waiting)
+    assert all(tag % 2 == 0 and 0 <= tag < 2 * NUM_TAGS for tag in others.union(waiting))
+    assert waiting[:3] == [0, 2, 4]
+    assert channel.chunk_tags(1) == [0], "in turn"
 
 
 @given(

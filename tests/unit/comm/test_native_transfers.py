@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fake_mpi import IN_STATUS, STATUS_BYTES, TRUNCATED, UNDEFINED, FakeError, FakeMpi
-from tests.support.python_transfers import Message, PythonTransfers
+from tests.support.python_transfers import PythonTransfers
 from wfbp import native
 from wfbp.comm.mpi import transfers
 from wfbp.comm.mpi.library import load_transfers
@@ -455,10 +455,16 @@ class RecordedTransfers(PythonTransfers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.chunks: list[tuple[int, list[Message], list[Message]]] = []
+        self.stages: tuple[list[Any], list[Any]] = [], []
+        """Tag and message of both stages."""
 
     def begin(self, comm: int, tag: int, messages: Any, *how: Any) -> Any:
-        self.chunks.append((tag, list(messages), list(how[-1])))
+        for behind, stage in enumerate((messages, how[-1])):
+            self.stages[behind].extend((tag + behind, message) for message in stage)
+
+
+CONTRIBUTIONS = (1e8, 1.0, -1e8, 3.0)
+"""Of each rank: their sum in float32 depends on the order."""
 
 
 @st.composite
@@ -472,30 +478,19 @@ def exchanges(draw: st.DrawFn) -> dict[str, Any]:
     starts = sorted({0, *draw(st.lists(st.integers(0, max(0, int(ends[-1]) - 1)), max_size=3))})
     lengths = np.diff([*starts, ends[-1]])
     combines = draw(st.booleans())
-    whole = [0], [np.arange(ends[-1], dtype=np.float32)]
+    pieces = [np.full(n, CONTRIBUTIONS[rank], np.float32) for n in lengths]
     return {
         "tags": range(0, 2 * draw(st.integers(1, 4)), 2),
         "rank": rank,
         "agents": draw(st.permutations(range(size))),
         "shares": [(owner, int(ends[owner]), int(ends[owner + 1])) for owner in order],
-        "sources": (starts, [np.ones(n, np.float32) for n in lengths]) if combines else None,
-        "results": whole if combines else (starts, [np.zeros(n, np.float32) for n in lengths]),
+        "sources": (starts, pieces) if combines else None,
+        "results": ([0], [np.zeros(ends[-1], np.float32)]) if combines else (starts, pieces),
         "gathers": not combines or draw(st.booleans()),
         "dtype": "float32",
         "op": "sum",
         "divisor": 1.0,
     }
-
-
-def described(messages: Iterable[Message], arrays: Iterable[Array]) -> list[tuple[Any, ...]]:
-    """Kind, place (unless scratch memory), bytes and peer of messages."""
-    bounds = [(address(array), address(array) + array.nbytes) for array in arrays]
-    found = []
-    for data, peer, incoming in messages:
-        known = any(start <= address(data) < stop for start, stop in bounds)
-        kind = "receive" if incoming else "send"
-        found.append((kind, address(data) if known else 0, data.nbytes, peer))
-    return found
 
 
 @given(exchanges())
@@ -506,61 +501,100 @@ def test_an_exchange_sends_the_messages_of_the_reference(told: dict[str, Any]) -
     exchange = transfers.exchange(None, mpi.comm, **told)
     arrays = [*told["results"][1], *(told["sources"] or ((), ()))[1]]
     places = {address(array) + at for array in arrays for at in range(array.nbytes)}
-
-    def begun(first: int) -> list[tuple[Any, ...]]:
-        return [
-            (kind, at if at in places else 0, nbytes, peer, tag)
-            for kind, at, nbytes, peer, tag, _ in mpi.begun[first:]
-        ]
-
-    first = [
-        (*message, tag)
-        for tag, messages, _ in reference.chunks
-        for message in described(messages, arrays)
-    ]
-    then = [
-        (*message, tag + 1)
-        for tag, _, messages in reference.chunks
-        for message in described(messages, arrays)
-    ]
-    # A chunk without messages of its first stage begins the second at once.
-    assert sorted(m for m in begun(0) if not m[-1] % 2) == sorted(first)
     num_ended = 0
     while not exchange.done:
         num_begun = len(mpi.begun)
         mpi.end(*range(num_ended, num_begun))
+        for _, at, nbytes, peer, _, _ in mpi.begun[num_ended:num_begun]:
+            if at not in places:  # a contribution arrives
+                ctypes.memmove(
+                    at, np.full(nbytes // 4, CONTRIBUTIONS[peer], "f4").tobytes(), nbytes
+                )
         assert transfers.progress() == num_begun - num_ended
         num_ended = num_begun
-    assert sorted(m for m in begun(0) if m[-1] % 2) == sorted(then)
-    assert exchange.ended == len(first) + len(then)
+    assert exchange.ended == len(mpi.begun)
+    for behind, stage in enumerate(reference.stages):
+        # Messages with one peer and tag match by their order.
+        found = sorted(
+            ((tag, kind, peer, at if at in places else 0, nbytes)
+             for kind, at, nbytes, peer, tag, _ in mpi.begun if tag % 2 == behind),
+            key=lambda message: message[:3],
+        )  # fmt: skip
+        wanted = sorted(
+            ((tag, "receive" if incoming else "send", peer,
+              address(data) if address(data) in places else 0, data.nbytes)
+             for tag, (data, peer, incoming) in stage),
+            key=lambda message: message[:3],
+        )  # fmt: skip
+        assert found == wanted
+    if told["sources"] is not None:
+        total = np.float32(0.0)
+        for agent in told["agents"]:
+            total = total + np.float32(CONTRIBUTIONS[agent])
+        _, start, stop = next(share for share in told["shares"] if share[0] == told["rank"])
+        assert (told["results"][1][0][start:stop] == total).all()
 
 
-@given(st.integers(1, 3), st.integers(8, 64))
-def test_chunks_wait_for_room_in_order(most_chunks: int, most_bytes: int) -> None:
+@given(st.integers(1, 3), st.integers(1, 64), st.randoms(use_true_random=False))
+def test_chunks_fill_the_window_in_order(most_chunks: int, most_bytes: int, random: Any) -> None:
     mpi = FakeMpi(4, 16)
     transfers, window = native.Transfers(**mpi.told), native.Window(most_bytes, most_chunks)
-    data = np.zeros(24, np.float32)
+    data = np.zeros(24, np.uint8)
     shares, arrays = [(1, 0, 12), (0, 12, 24)], ([0], [data])
-
-    def exchange(tags: list[int]) -> native.Exchange:
-        how = True, "uint8", "sum", 1.0
-        return transfers.exchange(window, mpi.comm, tags, 0, [0, 1], shares, None, arrays, *how)
-
-    with pytest.raises(ValueError, match="no chunk"):
-        exchange([])
-    exchanges = [exchange([0, 2, 4]), exchange([6, 8, 10, 12])]
-    num_ended = 0
-    while not exchanges[1].done:
-        under_way = mpi.begun[num_ended:]
-        tags = sorted({tag for *_, tag, _ in under_way})
-        nbytes = sum(nbytes for _, _, nbytes, *_ in under_way)
-        assert len(tags) == 1 or (len(tags) <= most_chunks and nbytes <= most_bytes)
-        assert tags == list(range(tags[0], tags[0] + 2 * len(tags), 2)), "in order"
-        mpi.end(num_ended, num_ended + 1)
-        num_ended += 2
+    exchanges = [
+        transfers.exchange(
+            window, mpi.comm, tags, 0, [0, 1], shares, None, arrays, True, "uint8", "sum", 1.0
+        )
+        for tags in ([0, 2, 4], [6, 8, 10, 12])
+    ]
+    sizes = [8, 8, 8, 6, 6, 6, 6]  # a message each way per chunk
+    under_way, num_started = set[int](), 0
+    while not exchanges[1].done or not exchanges[0].done:
+        started = range(num_started, len(mpi.begun) // 2)
+        num_started = started.stop
+        under_way |= set(started)
+        nbytes = sum(sizes[chunk] for chunk in under_way)
+        assert len(under_way) == 1 or (len(under_way) <= most_chunks and nbytes <= most_bytes)
+        if num_started < len(sizes) and len(under_way) < most_chunks:
+            assert nbytes + sizes[num_started] > most_bytes, "there was room"
+        ends = random.choice(sorted(under_way))
+        under_way.remove(ends)
+        mpi.end(2 * ends, 2 * ends + 1)
         assert transfers.progress() == 2
-    assert exchanges[0].done
     assert [tag for *_, tag, _ in mpi.begun[::2]] == [0, 2, 4, 6, 8, 10, 12]
+
+
+ABANDONING = """
+import ctypes
+import numpy as np
+from tests.support.fake_mpi import FakeMpi
+from wfbp import native
+
+mpi = FakeMpi(8, 8)
+transfers = native.Transfers(**mpi.told)
+data = np.zeros(1 << 25, np.uint8)  # so much that the system would take it back at once
+shares = [(0, 0, data.size), (1, data.size, data.size)]
+mine = [0], [data]
+transfers.exchange(
+    None, mpi.comm, [0], 0, [0, 1], shares, mine, mine, False, "uint8", "sum", 1.0
+)
+del transfers
+kind, at, nbytes, *_ = mpi.begun[0]
+ctypes.memset(at, 1, nbytes)
+print(kind, nbytes)
+"""
+
+
+def test_memory_of_messages_under_way_is_never_freed() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", ABANDONING],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, f"receive {1 << 25}\n", "")
 
 
 def test_an_exchange_that_cannot_be_is_refused(mpi: FakeMpi) -> None:
@@ -574,6 +608,7 @@ def test_an_exchange_that_cannot_be_is_refused(mpi: FakeMpi) -> None:
     fixed = np.zeros(4, np.float32)
     fixed.flags.writeable = False
     for change, told in (
+        ({"tags": []}, "no chunk"),
         ({"agents": [1, 2]}, "rank 0 is no agent"),
         ({"results": ([0, 2], [data[:2], data[2:]])}, "one array of results, found 2"),
         ({"results": ([0], [fixed])}, "writeable where results arrive"),
@@ -581,7 +616,8 @@ def test_an_exchange_that_cannot_be_is_refused(mpi: FakeMpi) -> None:
         ({"sources": ([0, 1], [data])}, "each array needs a start"),
         ({"shares": [(0, 0, 1 << 32)]}, "longer than MPI can count"),
         ({"dtype": "int3"}, "int3"),
+        ({"sources": ([0], [b"12"])}, "must be arrays"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises((ValueError, TypeError), match=told):
             transfers.exchange(None, mpi.comm, **{**good, **change})
     assert not mpi.begun

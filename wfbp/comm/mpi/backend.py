@@ -39,7 +39,6 @@ from wfbp.comm.mpi.transfers import (
     ProgressGroup,
     Task,
     TransferTask,
-    begin_exchange,
     chunks,
 )
 from wfbp.comm.mpi.two_level import TwoLevel
@@ -334,21 +333,24 @@ class MpiBackend(HostBackend):
     ) -> MpiWork[None]:
         """Combine the ``sources``, if any, of each rank's share, into ``results`` or the buffer;
         every rank gets all results if ``gathers``."""
+        # ``begin`` keeps the memory of the arrays.
         channel, places = self._channel, results or ([0], [data])
         nbytes = sum(stop - start for start, stop in shares) * data.itemsize
         num_chunks = -(-nbytes // self._topology.chunking.chunk_bytes)
 
         def begin(_: Task) -> native.Exchange:
-            return begin_exchange(
-                channel,
+            return self._group.transfers.exchange(
+                channel.chunk_window,
+                channel.handle,
+                channel.chunk_tags(num_chunks),
+                self.rank,
                 range(self.size),
                 [(owner, *shares[owner]) for owner in (*channel.peers, self.rank)],
                 sources,
                 places,
-                dtype,
-                reduction(op, self.size),
                 gathers,
-                channel.chunk_tags(num_chunks),
+                dtype,
+                *reduction(op, self.size),
             )
 
         return channel.submit(data.nbytes, [TransferTask(0, begin)])

@@ -299,7 +299,7 @@ class Exchange:
 
     @property
     def position(self) -> int:
-        """How many tasks have been made; equal on all ranks of a group without work under way."""
+        """How much has been begun; equal on all ranks of a group without work under way."""
         return (
             self.channel.num_tags
             + self.channel.num_chunks

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from wfbp import native
-from wfbp.comm.arrays import Arrays, Buffer, split
+from wfbp.comm.arrays import split
 from wfbp.comm.backend import T, Work
 from wfbp.errors import BackendError
 
@@ -37,10 +37,8 @@ _LARGE_BYTES = 4 << 20
 """Start-up times, and bursts that a link lets pass, hardly count in what so many bytes take."""
 
 NUM_TAGS = 1 << 14
-"""Tasks that tags can distinguish; far more than a window holds. MPI grants 32768 tags."""
+"""Pairs of tags: half for chunks of exchanges, half for other tasks. MPI grants 32768 tags."""
 
-Message = tuple[Buffer, int, bool]
-"""Contiguous memory, the other rank, and whether the message arrives."""
 Watch = tuple[Sequence[memoryview], int, bool]
 """Flags (int64), and what they, or any of them, must reach; see ``native.any_reached``."""
 
@@ -69,7 +67,7 @@ class Task(ABC):
     """A collective, or a chunk of it; complete when its ``transfer`` or :meth:`step` is done."""
 
     nbytes: int
-    """That count in the channel's window."""
+    """Bytes that count towards the channel's window; 0 for an exchange."""
     work: MpiWork[Any]
     transfer: native.Transfer | native.Exchange | None = None
     request: MPI.Request | None = None
@@ -253,8 +251,9 @@ class Channel:
         return 2 * (NUM_TAGS // 2 + self.num_tags % (NUM_TAGS // 2))
 
     def chunk_tags(self, count: int) -> list[int]:
-        """Tags of an exchange's chunks. No other task has them, since it may start beside chunks
-        that still wait; chunks themselves start in order."""
+        """Tags of the next exchange's chunks; the same on every rank."""
+        # Other tasks have other tags: they may start while these chunks still wait. Wrapping around
+        # is safe: chunks start in order, and far fewer are under way at once.
         first, self.num_chunks = self.num_chunks, self.num_chunks + count
         return [2 * (number % (NUM_TAGS // 2)) for number in range(first, first + count)]
 
@@ -329,41 +328,3 @@ class Channel:
             self._active_bytes += task.nbytes
             task.start()
             self.group.num_polled += task.transfer is None
-
-
-Shares = Sequence[tuple[int, int, int]]
-"""Owner, first and last element of each share. Messages start in this order."""
-
-
-def begin_exchange(
-    channel: Channel,
-    agents: Sequence[int],
-    shares: Shares,
-    sources: Arrays | None,
-    results: Arrays,
-    dtype: str,
-    how: tuple[str, float],
-    gathers: bool,
-    tags: Sequence[int],
-    at_once: bool = False,
-) -> native.Exchange:
-    """Combine shares at their owners (a reduce-scatter), send the results back, or both; a chunk
-    per tag (``csrc/exchange.h``), as the channel's window permits unless ``at_once``.
-
-    ``agents`` contribute to this rank's share, in this order; it is one of them. This rank
-    contributes ``sources`` to its own and to other shares. Without sources nothing is combined;
-    with them there is one array of results. The caller keeps the memory of both.
-    """
-    return channel.group.transfers.exchange(
-        None if at_once else channel.chunk_window,
-        channel.handle,
-        tags,
-        channel.rank,
-        agents,
-        shares,
-        sources,
-        results,
-        gathers,
-        dtype,
-        *how,
-    )

@@ -26,7 +26,7 @@ from wfbp.comm.arrays import HALF, Arrays, Buffer, Segment, as_arrays, pieces_of
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
-from wfbp.comm.mpi.transfers import Channel, ProgressGroup, Task, Watch, begin_exchange
+from wfbp.comm.mpi.transfers import Channel, ProgressGroup, Task, Watch
 from wfbp.core.types import Op
 from wfbp.native import copy, reduce_shards
 
@@ -223,17 +223,19 @@ class TwoLevelTask(FlaggedTask):
         levels, flags = self._levels, self._flags
         how, divisor = reduction(self._op or Op.SUM, levels.channel.size)
         mine = [0], [self._data]
-        self._sent = begin_exchange(
-            levels.channel,
+        self._sent = levels.channel.group.transfers.exchange(
+            None,  # at once: hosts need not start them in one order
+            levels.channel.handle,
+            [self._tag],
+            levels.rank,
             levels.agents,
             [(owner, *self._bounds[owner]) for owner in levels.blocks_of[flags.rank]],
             None if self._op is None else mine,
             mine,
-            self._dtype,
-            (how, 1.0 if self._dtype in HALF else divisor),
             self._gathers,
-            [self._tag],
-            at_once=True,  # hosts need not start them in one order
+            self._dtype,
+            how,
+            1.0 if self._dtype in HALF else divisor,
         )
 
     def _block(self, place: int, owner: int) -> Buffer:
