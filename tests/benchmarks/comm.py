@@ -1,12 +1,12 @@
 """``mpirun -n N python -m tests.benchmarks comm``: collectives of the MPI backend, and its CPU use.
 
-Contestants take turns, round by round, so that foreign load meets them all: the library's
-blocking all-reduce of the whole message, the same in chunks of 1 and 4 MiB, the backend's; and
-reduce-scatters and all-gathers of the library and the backend, by bytes of the whole buffer. The
-ranks start each together; a time is the slowest rank's. Then the CPU time of the runtime's
-communication thread: with nothing to do, and waiting for a rank that is late. With ``--gbit``,
-streams of messages on a link of that rate, too (``launch/link.py`` makes one). With ``--sweep``,
-only all-reduces of ``--max-bytes``, by size of the backend's chunks and of what is under way.
+Contestants take turns, round by round, so that foreign load meets them all. They are the library's
+blocking all-reduce of the whole message, the same in chunks of 1 and 4 MiB, and the backend's.
+Reduce-scatters and all-gathers follow, by bytes of the whole buffer. The ranks start each together;
+a time is the slowest rank's. Then the CPU time of the runtime's communication thread: with nothing
+to do, and waiting for a rank that is late. With ``--gbit``, streams of messages on a link of that
+rate, too (``launch/link.py`` makes one). With ``--sweep``, only all-reduces of ``--max-bytes``, by
+size of the backend's chunks and of what is under way.
 """
 
 from __future__ import annotations
@@ -174,8 +174,13 @@ def sweep(comm: MPI.Comm) -> list[Contestant]:
             _all,
         )
 
-    whole = contestants(comm, MpiBackend())[0]
-    return [whole, *(of(chunk, window) for chunk, window in SWEEP_KIB)]
+    from mpi4py import MPI
+
+    def whole(data: Buffer) -> None:
+        comm.Allreduce(MPI.IN_PLACE, data)
+
+    library = Contestant("MPI, whole", Operation.ALL_REDUCE, whole, _all)
+    return [library, *(of(chunk, window) for chunk, window in SWEEP_KIB)]
 
 
 TOTAL_BYTES = 32 << 20

@@ -129,7 +129,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def measure(model: str, link: str, rounds: int) -> dict[str, Any] | None:
-    """What ``wfbp bench training --json`` writes; None if it failed, having said why."""
+    """The document of ``wfbp bench training --json``; None, and a message, if it failed."""
     here = [n for n in CONTESTANTS if n != "horovod" or find_spec("horovod") is not None]
     words = ["--model", f"{__name__}:{model}", "--contestants", ",".join(["none", *here])]
     program = [sys.executable, "-m", "wfbp", "bench", "training", *words]
