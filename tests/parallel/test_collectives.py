@@ -8,7 +8,7 @@ from tests.parallel.programs.torch import collective_reducer
 from tests.parallel.programs.torch.collectives import check
 from tests.parallel.runs import Job
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 JOBS = [
     Job("torch/program", 1, "overlap"),

@@ -8,7 +8,7 @@ from tests.parallel.programs.torch import decoupled_updates, state
 from tests.parallel.programs.torch.reading_anywhere import KINDS
 from tests.parallel.runs import Job, outcome
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 
 ALL = Job("torch/program", 3, "mixed")

@@ -7,7 +7,7 @@ import pytest
 from tests.parallel.programs.torch import defects
 from tests.parallel.runs import Job
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 MODES = ("changing", "independent", "mixed")
 """By schedule ``auto``, by one that decouples all, and by hybrids that decouple every other

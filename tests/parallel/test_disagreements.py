@@ -7,7 +7,7 @@ import pytest
 from tests.parallel.programs.torch import disagreements
 from tests.parallel.runs import Job
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 
 TWO, THREE = Job("torch/program", 2, "overlap"), Job("torch/program", 3, "mixed")

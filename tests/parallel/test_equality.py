@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.parallel.programs.torch import equality, further_optimizers
-from tests.parallel.runs import outcome
+from tests.parallel.runs import JOB_S, outcome
 from wfbp.core.planners import ALL_REDUCE_SCHEDULES as ALL_REDUCE
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 MAY_ALL_REDUCE = (*ALL_REDUCE, "auto", "hybrid")
 DECOUPLED = [schedule for schedule in equality.SCHEDULES if schedule not in ALL_REDUCE]
@@ -58,7 +58,7 @@ def records(ranks: int, mpi: str = "mpich") -> list[Any]:
 
 
 def trained(ranks: int, runs: list[tuple[str, str]], mpi: str = "mpich") -> list[Any]:
-    found = outcome("torch/equality", ranks, *map("/".join, runs), mpi=mpi, timeout=380)
+    found = outcome("torch/equality", ranks, *map("/".join, runs), mpi=mpi, timeout=JOB_S)
     assert found.run.rc == 0, found.run
     assert None not in found.ranks, found.run
     return found.ranks

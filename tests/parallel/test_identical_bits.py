@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.runs import outcome
+from tests.parallel.runs import JOB_S, outcome
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 MESSAGES = (("WFBP_SHARED_MEMORY", "0"),)
 IN_ORDER = (("WFBP_REPRODUCIBLE", "1"),)
@@ -29,7 +29,7 @@ def bits(
         layout,
         mpi=mpi,
         env=env,
-        timeout=380,
+        timeout=JOB_S,
         preloaded="torch and jax",
     )
     assert found.run.rc == 0, found.run

@@ -12,10 +12,10 @@ pytest.importorskip("jax")
 
 from tests.parallel.programs.jax.equality import WAYS
 from tests.parallel.programs.jax.program import check
-from tests.parallel.runs import Job, Outcome, outcome
+from tests.parallel.runs import JOB_S, Job, Outcome, outcome
 from tests.support import launcher
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 REPLANNED = (
     "recompilation",
@@ -31,7 +31,7 @@ REPLANNED = (
 @pytest.mark.parametrize(("way", "schedule"), WAYS)
 @pytest.mark.parametrize("ranks", [1, 3])  # two: test_program; four: the contract of backends
 def test_equals_one_process(ranks: int, way: str, schedule: str) -> None:
-    found = outcome("jax/equality", ranks, timeout=380)
+    found = outcome("jax/equality", ranks, timeout=JOB_S)
     assert found.run.rc == 0, found.run
     for rows in found.ranks:
         (row,) = [r for r in rows if (r["way"], r["schedule"]) == (way, schedule)]

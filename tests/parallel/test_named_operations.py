@@ -10,7 +10,7 @@ from tests.parallel.programs.torch.named_operations import check
 from tests.parallel.runs import PROGRAMS, Job
 from tests.support.launcher import mpirun
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 JOBS = [
     Job("torch/program", 1, "overlap"),

@@ -16,7 +16,7 @@ from tests.parallel.programs.torch.distributed_program import check
 from tests.parallel.runs import PROGRAMS, Job, outcome
 from tests.support.launcher import ROOT, mpirun
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 JOBS = [
     Job("torch/distributed_program", 3, "overlap"),

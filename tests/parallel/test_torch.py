@@ -25,7 +25,7 @@ from tests.parallel.programs.torch import (
 )
 from tests.parallel.runs import Job
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 OVERLAP = Job("torch/program", 2, "overlap")
 CHANGING = Job("torch/program", 2, "changing")

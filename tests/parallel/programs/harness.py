@@ -1,13 +1,14 @@
 """Runs named checks on every rank, one after another, and keeps the ranks together.
 
-A check is a function without arguments that raises where something is wrong. What went wrong on
-any rank goes into OUT/rank<r>.json under the check's name; the next check starts from a fresh
-runtime then, so that one defect fails one test. So it does behind a check that has made a runtime
-with other settings.
+A check is a function without arguments that raises where something is wrong. Errors of any
+rank are written to OUT/rank<r>.json under the check's name. The next check then starts from a fresh
+runtime, so that one defect fails one test. So it does behind a check that has made a runtime with
+other settings.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -34,6 +35,9 @@ from wfbp.runtime.tuning import tuner
 from wfbp.runtime.tuning.candidates import fixed_candidates
 
 Check = Callable[[], None]
+
+STUCK_S = 760.0
+"""Then every rank shows where it is, shortly before it is ended (``runs.JOB_S``)."""
 
 
 def _short(schedule: str) -> Config:
@@ -119,6 +123,7 @@ class Checks:
         torch = sys.modules.get("torch")  # which programs for JAX need not load
         if torch is not None:
             torch.set_num_threads(1)
+        faulthandler.dump_traceback_later(STUCK_S)
         freeze_imports()
         leave_cores()
         warnings.simplefilter("error")
@@ -147,6 +152,7 @@ class Checks:
             if failed or process.current("a check").config != MODES[mode]:
                 wfbp.shutdown()
                 wfbp.init(config=MODES[mode])
+        faulthandler.cancel_dump_traceback_later()
         Path(out, f"rank{world.rank}.json").write_text(json.dumps(results))
 
 
