@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial, wraps
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -311,6 +312,8 @@ class PendingParameters:
             return True
         params, nodes = self._params, self._nodes
         for index in self._left:
+            if getrefcount(params[index].untyped_storage()) != _USES_OF_OBJECT:
+                return True
             if index not in nodes and params[index].requires_grad:
                 nodes[index] = get_gradient_edge(params[index]).node
             if _uses(params[index]) > 1 + (index in nodes):
@@ -383,11 +386,12 @@ class PendingParameters:
         _unhook()
 
 
-def _uses_of_two() -> int:
-    """Uses of memory that two tensors share, once it has been looked at."""
+def _uses_of_two() -> tuple[int, int]:
+    """Uses of memory that two tensors share, once it has been looked at; and of the Python object
+    for it. PyTorch's count does not show whether a program keeps that object, Python's does."""
     tensor = torch.empty(1)
     held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    return int(_storage_uses(held.cdata)) + 1
+    return int(_storage_uses(held.cdata)) + 1, getrefcount(tensor.untyped_storage())
 
 
-_USES_OF_TWO = _uses_of_two()
+_USES_OF_TWO, _USES_OF_OBJECT = _uses_of_two()
