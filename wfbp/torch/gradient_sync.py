@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +27,13 @@ from wfbp.torch import exchanges, tensors
 from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.forward_profiler import ForwardProfiler
+from wfbp.torch.own_methods import Differentiation, has_own_methods
 from wfbp.torch.state_sharding import StateSharding
 from wfbp.torch.updates import Reduced, Update
 
 _EMPTY = 1
 """Stands for the address of a tensor without elements, which has none; 0 means no gradient."""
 
-_SAMPLED_ELEMENTS = 16
 _SAMPLED_GRADIENTS = 4
 _FIRST_STEPS, _EVERY_STEPS = 8, 64
 """Only these steps sample a device's gradients; the results are read when they have arrived."""
@@ -80,7 +79,7 @@ class GradientGuard:
     def take_sample(self, index: int, grad: torch.Tensor) -> None:
         """Keep a sample of a gradient. Every gradient is sampled until one sample differs from its
         double: ``GradScaler.unscale_`` leaves zeros, infinities and NaN as they are."""
-        sample = self.samples[index] = _sample(grad)
+        sample = self.samples[index] = tensors.sample(grad)
         if self.wants_sample and not grad.is_sparse:
             values = sample.view(grad.dtype.to_real())
             if not torch.equal((values + values).view(torch.uint8), sample):
@@ -125,9 +124,9 @@ class GradientGuard:
             sample = self.samples.get(index)
             if grad is None or sample is None:
                 continue
-            if not self._on_host and len(now := _sample(grad)) == len(sample):
+            if not self._on_host and len(now := tensors.sample(grad)) == len(sample):
                 changed[index] = (now != sample).any()
-            elif not torch.equal(_sample(grad), sample):
+            elif not torch.equal(tensors.sample(grad), sample):
                 self.refuse(index, "changed in place")
         if changed:
             results = _fetch(torch.stack(list(changed.values())))
@@ -190,18 +189,6 @@ def _fetch(values: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool]]:
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
     return copy, arrived.query
-
-
-def _sample(grad: torch.Tensor) -> torch.Tensor:
-    """Bytes of a gradient: all values of a sparse one, else elements from all over it."""
-    grad = grad.detach()
-    if grad.is_sparse:
-        parts = [grad._values(), grad._indices()]
-        return torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
-    number = grad.numel() if grad.is_contiguous() or tensors.is_dense(grad) else 1
-    stride = max(1, number // _SAMPLED_ELEMENTS)
-    chosen = torch.as_strided(grad, (min(number, _SAMPLED_ELEMENTS),), (stride,))
-    return chosen.clone().view(torch.uint8)
 
 
 class OptimizerSync:
@@ -297,7 +284,7 @@ class OptimizerSync:
             owners[id(param)] = self
         self._left: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(params)
         """Gradients and their versions, as they were when no new ones were there."""
-        self._is_torchs = kind.__module__.startswith("torch.optim.")
+        self._differentiation: Differentiation | None = None  # of the method that ran last
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(params):
             if param.requires_grad:
@@ -310,18 +297,9 @@ class OptimizerSync:
         """Whether backward has made gradients that no step has taken."""
         return self.reducer.open or bool(self._sparse or self._unsent)
 
-    @property
-    def _has_methods(self) -> bool:
-        """Whether the optimizer may have methods that use gradients, beside ``step()``."""
-        # PyTorch's own optimizers have none, but programs may give them some.
-        return not self._is_torchs or any(
-            isinstance(value, MethodType) and not hasattr(torch.optim.Optimizer, name)
-            for name, value in vars(self.optimizer).items()
-        )
-
     def note_gradients(self, force: bool = False) -> None:
         """No gradients are new now. (Without ``force`` only noted if methods may ask.)"""
-        if force or self._has_methods:
+        if force or has_own_methods(self.optimizer):
             grads = [param.grad for param in self._params]
             self._left = [g if g is None else (weakref.ref(g), g._version) for g in grads]
 
@@ -340,7 +318,7 @@ class OptimizerSync:
         """Whether gradients have appeared since they were noted, by backward or as the program has
         set or changed them."""
         return self.open or (
-            self._has_methods and any(grad is not None for grad in self._changed())
+            has_own_methods(self.optimizer) and any(grad is not None for grad in self._changed())
         )
 
     def has_moved_on(self) -> bool:
@@ -397,11 +375,18 @@ class OptimizerSync:
             )
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
+    def differentiation(self) -> Differentiation:
+        """Notices what a method of the optimizer computes, within a ``with`` block."""
+        self._differentiation = Differentiation(self._params)
+        return self._differentiation
+
     def average_within(self, closing_call: int) -> None:
         """Average the gradients of a backward pass that a method of the optimizer has run."""
         if cleared := self._guard.check(self._params):
             self._guard.refuse(cleared[0], "used, or cleared,")
         self.synchronize(closing_call)
+        if self._differentiation is not None:
+            self._differentiation.happened = False  # it was this backward pass
 
     def _announce(self, index: int, grad: torch.Tensor) -> None:
         """Announce a gradient that cannot be sent as it is."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import types
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from wfbp.torch.compiling import uncompiled
 from wfbp.torch.exchanges import combined_loss
 from wfbp.torch.gradient_sync import OptimizerSync
 from wfbp.torch.original import check_params, named_params, take_place, wrapped_of
+from wfbp.torch.own_methods import Differentiation, differentiable, is_own_method, resumed_by
 
 _NUM_CALLS = 62
 """Names of methods are told apart modulo this, where ranks compare which call ends a step."""
@@ -82,7 +82,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     every rank steps and loads alike, any rank may take the ``state_dict()`` alone. All other
     attributes are those of the optimizer that it was made of, which stays as it is. A method that
     its class adds, such as ``first_step()``, averages new gradients before it runs, and after each
-    backward pass that it makes: every rank must call it, and all ranks or none must have gradients.
+    backward pass that it makes. So does a function that the program stores in it, and a generator
+    each time it resumes. Every rank must call it, and all ranks or none must have gradients.
 
     Example:
         >>> import torch, wfbp.torch as wfbp
@@ -197,45 +198,64 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         check_params(named_params(self, self._wfbp_known, complete=False), options)
 
     def _wfbp_read(self, name: str) -> Any:
-        """An attribute of the original. Methods that its class adds see averaged gradients."""
+        """An attribute of the original. Its further methods see averaged gradients."""
         original = self._wfbp_original
         value = getattr(original, name)
-        if (
-            isinstance(value, types.MethodType)
-            and value.__self__ is original
-            and not name.startswith("_")
-            and not hasattr(torch.optim.Optimizer, name)
-        ):
-            return functools.partial(self._wfbp_call, value)
+        if is_own_method(original, name, value):
+            return functools.partial(self._wfbp_call, name, value)
         return value
 
     @_operation
-    def _wfbp_call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        sync, name = self._wfbp_sync, method.__name__
-        if sync is not None:
-            sync.update.make_whole()
-            if self._wfbp_has_new(sync):
-                # A rank without gradients continues, and would meet this step in its next call.
-                try:
-                    sync.synchronize(_closing_call(name))
-                except StallError as error:
-                    raise StallError(
-                        f"{error} This rank called {name}(), which averages its new "
-                        "gradients first; a rank without any does not wait there. Call it after "
-                        "step() or zero_grad(), or with gradients on every rank"
-                    ) from error
-                self._wfbp_sync_state = SyncState.OWN_METHOD
-            elif self._wfbp_sync_state is SyncState.PROGRAM:
-                sync.check_no_new_gradients()
-                if sync.held is not None:
-                    sync.synchronize()
-                self._wfbp_sync_state = SyncState.OWN_METHOD
-            sync.note_gradients()
-        with self._wfbp_within(name):
-            result = method(*args, **kwargs)
-        if self._wfbp_sync is not None:
-            self._wfbp_sync.note_gradients()
-        return result
+    def _wfbp_call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        sync = self._wfbp_sync
+        failed = name == "__exit__" and args[:1] != (None,)  # other ranks may not wait
+        if sync is None or failed:
+            with self._wfbp_within(name):
+                result = method(*args, **kwargs)
+        else:
+            self._wfbp_average_for(name, sync)
+            with self._wfbp_within(name), sync.differentiation() as differentiation:
+                result = method(*args, **kwargs)
+            self._wfbp_note_gradients(name, differentiation)
+        if result is self._wfbp_original:
+            return self
+        return resumed_by(functools.partial(functools.partial, self._wfbp_call, name), result)
+
+    def _wfbp_average_for(self, name: str, sync: OptimizerSync) -> None:
+        """Average new gradients before a further method runs."""
+        sync.update.make_whole()
+        if self._wfbp_has_new(sync):
+            # A rank without gradients continues, and would meet this step in its next call.
+            try:
+                sync.synchronize(_closing_call(name))
+            except StallError as error:
+                raise StallError(
+                    f"{error} This rank called {name}(), which averages its new "
+                    "gradients first; a rank without any does not wait there. Call it after "
+                    "step() or zero_grad(), or with gradients on every rank"
+                ) from error
+            self._wfbp_sync_state = SyncState.OWN_METHOD
+        elif self._wfbp_sync_state is SyncState.PROGRAM:
+            sync.check_no_new_gradients()
+            if sync.held is not None:
+                sync.synchronize()
+            self._wfbp_sync_state = SyncState.OWN_METHOD
+        sync.note_gradients()
+
+    def _wfbp_note_gradients(self, name: str, differentiation: Differentiation) -> None:
+        """After a further method, only gradients that it has set by differentiation are new."""
+        sync = self._wfbp_sync
+        if sync is None or not (differentiation.happened and sync.has_new()):
+            if sync is not None:
+                sync.note_gradients()
+        elif differentiation.has_updated() and not self._wfbp_skip:
+            raise RuntimeError(
+                f"{type(self).__name__}: {name}() has updated parameters by gradients that it "
+                "computed by torch.autograd.grad(), which are this rank's own: ranks differ from "
+                "here on. Call backward() in it, whose gradients are averaged at once; or average "
+                f"them by wfbp.allreduce(), and call {name}() inside 'with "
+                "optimizer.skip_synchronize():'"
+            )
 
     @contextmanager
     def _wfbp_within(self, call: str) -> Iterator[None]:
@@ -546,7 +566,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self.synchronize()
         finally:
             sync.reducer.evaluates = False
-        return combined_loss(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
+        combined = combined_loss(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
+        return differentiable(loss, combined, lambda: sync.open)
 
     @_operation
     def state_dict(self) -> dict[str, Any]:

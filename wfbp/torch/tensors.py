@@ -32,6 +32,8 @@ NAMES = {
     torch.uint8: "uint8",
 }
 
+_SAMPLED_ELEMENTS = 16
+
 
 def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     """The runtime's description of a tensor; ``ValueError`` if it cannot be sent."""
@@ -190,6 +192,18 @@ class LentTensor:
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in this memory."""
         return storage_of(tensor) == self.storage
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of a tensor: all values of a sparse one, else elements from all over it."""
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        parts = [tensor._values(), tensor._indices()]
+        return torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
+    number = tensor.numel() if tensor.is_contiguous() or is_dense(tensor) else 1
+    stride = max(1, number // _SAMPLED_ELEMENTS)
+    chosen = torch.as_strided(tensor, (min(number, _SAMPLED_ELEMENTS),), (stride,))
+    return chosen.clone().view(torch.uint8)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,6 +21,7 @@ from wfbp.torch import tensors
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.original import check_params, named_params, own_attributes, wrapped_of
+from wfbp.torch.own_methods import derived, object_of
 from wfbp.torch.pending import await_all
 
 log = logging.getLogger("wfbp")
@@ -214,7 +214,7 @@ def distribute(
     options = replace(options, sharded_update=bool(sharding) and not why)
     if isinstance(optimizer, optim.SparseAdam):
         sparse_as_dense = False  # it takes no dense gradients
-    made = type(name, (base, type(optimizer)), {})
+    made = type(name, (base, derived(type(optimizer))), {})
     wrapped: DistributedOptimizerBase = made(
         runtime, optimizer, known, options, sparse_as_dense, check_parameters
     )
@@ -275,15 +275,8 @@ def why_not_elementwise(optimizer: optim.Optimizer, declared: bool) -> str:
         return f"{kind.__name__} looks at whole tensors"
     # A copy of the optimizer steps a part, but a bound method would step the original.
     others = {k: v for k, v in attributes.items() if k != "step"}
-    bound = [k for k, v in others.items() if _object_of(v) is optimizer]
+    bound = [k for k, v in others.items() if object_of(v) is optimizer]
     return f"{kind.__name__} keeps its own method as the attribute {bound[0]!r}" if bound else ""
-
-
-def _object_of(function: Any) -> object:
-    """The object whose method this is, also with arguments filled in; None for other values."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__self__", None)
 
 
 def _is_torchs(function: Any) -> bool:

@@ -15,6 +15,7 @@ from tests.parallel.programs.torch import (
     defects,
     disagreements,
     named_operations,
+    own_methods,
     rebuilding,
     state,
     training_in_sets,
@@ -33,6 +34,7 @@ check = Checks(
     decoupled_updates.check,
     state.check,
     defects.check,
+    own_methods.check,
 )
 
 if __name__ == "__main__":

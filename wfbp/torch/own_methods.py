@@ -1,0 +1,168 @@
+"""Methods that an optimizer has beside PyTorch's, such as ``first_step()``.
+
+A distributed optimizer averages new gradients before one of them runs, before a generator among
+them resumes, and after each of their backward passes. Gradients that they compute by
+``torch.autograd.grad`` are not averaged; :class:`Differentiation` detects that they use some.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from wfbp.torch import tensors
+
+_PROTOCOLS = ("__call__", "__enter__", "__exit__", "__iter__", "__next__")
+"""Special methods that may use gradients. Python looks them up in the class."""
+
+_NOT_METHODS = (property, functools.cached_property, staticmethod, classmethod, type)
+
+_NUM_WATCHED = 4
+
+Call = Callable[..., Any]
+
+
+def object_of(function: Any) -> object:
+    """The object whose method this is, also with arguments filled in; None for other values."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__self__", None)
+
+
+def _adds(kind: type[torch.optim.Optimizer], name: str) -> bool:
+    """Whether an optimizer's class has a method of this name that PyTorch's have not."""
+    owner = next((each for each in kind.__mro__ if name in vars(each)), torch.optim.Optimizer)
+    value = vars(owner).get(name)
+    return (
+        not hasattr(torch.optim.Optimizer, name)
+        and not _is_torchs(owner)
+        and (name in _PROTOCOLS or not name.startswith("__"))
+        and hasattr(value, "__get__")
+        and not hasattr(value, "__set__")
+        and not isinstance(value, _NOT_METHODS)
+    )
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.optim.")
+
+
+def is_own_method(optimizer: torch.optim.Optimizer, name: str, value: Any) -> bool:
+    """Whether an attribute is a method that the optimizer's class adds, or a function that the
+    program has stored in the optimizer."""
+    functions = types.FunctionType, types.MethodType, functools.partial
+    return callable(value) and (
+        _adds(type(optimizer), name)
+        or object_of(value) is optimizer
+        or (isinstance(value, functions) and name in vars(optimizer))
+    )
+
+
+def has_own_methods(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether methods beside PyTorch's may use gradients."""
+    return not _is_torchs(type(optimizer)) or any(
+        is_own_method(optimizer, name, value) and not hasattr(torch.optim.Optimizer, name)
+        for name, value in vars(optimizer).items()
+    )
+
+
+def derived(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A class whose own methods are looked up on the object, as if it had been asked for them."""
+
+    def looked_up(name: str) -> Call:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._wfbp_read(name)(*args, **kwargs)
+
+        return functools.update_wrapper(method, getattr(kind, name))
+
+    names = {name for each in kind.__mro__ for name in vars(each) if _adds(kind, name)}
+    return type(kind.__name__, (kind,), {n: looked_up(n) for n in names}) if names else kind
+
+
+def resumed_by(call: Callable[[Call], Call], result: Any) -> Any:
+    """The result of a method. If it is a generator, or a context manager made of one, this is
+    resumed through ``call``."""
+    generator = result if isinstance(result, types.GeneratorType) else getattr(result, "gen", None)
+    if not isinstance(generator, types.GeneratorType):
+        return result
+    resumed = _resuming(call, generator)
+    if generator is result:
+        return resumed
+    result.gen = resumed  # of contextlib's
+    return result
+
+
+def _resuming(call: Callable[[Call], Call], generator: Any) -> Generator[Any, Any, Any]:
+    resume, value = call(generator.send), None
+    while True:
+        try:
+            result = resume(value)
+        except StopIteration as end:
+            return end.value
+        try:
+            resume, value = call(generator.send), (yield result)
+        except GeneratorExit:
+            generator.close()
+            raise
+        except BaseException as error:  # this rank may be alone with it: average nothing
+            resume, value = generator.throw, error
+
+
+class Differentiation(ExitStack):
+    """Detects that ``torch.autograd.grad`` has computed gradients and that parameters have changed,
+    by looking at a few parameters."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        params = [p for p in params if p.requires_grad]
+        self._watched = params[:: max(1, len(params) // _NUM_WATCHED)]
+        self._before = [tensors.sample(p) for p in self._watched]
+        self.happened = False
+        """Whether it was called since the last backward pass; those clear this."""
+        for param in self._watched:
+            self.callback(param.register_hook(self._note).remove)  # type: ignore[no-untyped-call]
+
+    def _note(self, _: torch.Tensor) -> None:
+        self.happened = True
+
+    def has_updated(self) -> bool:
+        """Whether it was called, and parameters have changed."""
+        now = map(tensors.sample, self._watched)
+        return self.happened and not all(map(torch.equal, now, self._before))
+
+
+class _CombinedLoss(torch.autograd.Function):
+    """All ranks' loss by value, this rank's by gradient, because gradients are averaged later."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, combined: torch.Tensor, check: Call) -> torch.Tensor:
+        ctx.check = check
+        return combined.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.check)
+        return grad, None, None
+
+
+def differentiable(mine: Any, combined: Any, has_run_backward: Callable[[], bool]) -> Any:
+    """A closure's combined loss. An optimizer may run ``backward()`` on it. To differentiate it
+    otherwise, which ``has_run_backward`` tells, is an error."""
+
+    def check() -> None:
+        if not has_run_backward():
+            raise RuntimeError(
+                "an optimizer differentiates its closure's loss by torch.autograd.grad(), whose "
+                "gradients are this rank's own: they would not be averaged over the ranks. Call "
+                "backward() instead, in the closure or on the loss that it returns"
+            )
+
+    if not (isinstance(mine, torch.Tensor) and mine.requires_grad and mine is not combined):
+        return combined
+    with torch.enable_grad():
+        return _CombinedLoss.apply(mine, combined, check)  # type: ignore[no-untyped-call]
