@@ -9,8 +9,11 @@ Each namespace has as many of the ranks. Two are joined by one link, three or fo
 bridge in a further namespace) to which each has a link of that rate. ``run`` makes links of its
 own, removes them however it ends, and prints how many bytes each host has sent. With
 ``--expect-bytes`` it fails if a host has sent fewer. Benchmarks use this, since an MPI library that
-finds shared memory leaves the link idle while the program runs well.
-Needs root, iproute2 and an MPICH whose ``ofi`` module is built in (the wheel's is).
+finds shared memory leaves the link idle while the program runs well. ``--rate unlimited`` leaves
+the link as fast as the machine is.
+
+Needs root, iproute2, util-linux, and MPICH whose ``ofi`` module is built in (the wheel's is) or
+Open MPI 5: whichever ``mpiexec`` is beside the Python that runs this.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ SUBNET = "10.99.{}.{}"
 MOST_HOSTS = 4
 BURST = "256kb"
 LATENCY = "50ms"
+UNLIMITED = "unlimited"
 
 
 class LinkError(RuntimeError):
@@ -134,35 +138,48 @@ class Link:
             for namespace in self.namespaces
         )
 
-    def mpi_command(self, launcher: Path, mpiexec: str, ranks: int) -> list[str]:
+    def mpi_command(
+        self, launcher: Path, mpiexec: str, ranks: int, open_mpi: bool = False
+    ) -> list[str]:
         """The start of an ``mpiexec`` command line that gives each host as many of the ranks."""
-        options = ["-hosts", ",".join(self.addresses), "-iface", INTERFACE]
-        options += ["-launcher", "ssh", "-launcher-exec", str(launcher)]
-        options += ["-n", str(ranks), "-ppn", str(max(1, -(-ranks // self.num_hosts)))]
-        return [*inside(self.namespaces[0]), mpiexec, *options]
+        ranks_per_host = max(1, -(-ranks // self.num_hosts))
+        if open_mpi:
+            hosts = ",".join(f"{address}:{ranks_per_host}" for address in self.addresses)
+            options = ["--host", hosts, "--allow-run-as-root", "--bind-to", "none"]
+            options += ["--prtemca", "plm_ssh_agent", str(launcher)]
+            options += ["--prtemca", "prte_if_include", INTERFACE, "-n", str(ranks)]
+        else:
+            options = ["-hosts", ",".join(self.addresses), "-iface", INTERFACE]
+            options += ["-launcher", "ssh", "-launcher-exec", str(launcher)]
+            options += ["-n", str(ranks), "-ppn", str(ranks_per_host)]
+        return [*inside(self.namespaces[0]), *named(self.namespaces[0]), mpiexec, *options]
 
     def environment(self) -> dict[str, str]:
-        """Variables that keep MPICH, gloo and NCCL on the link."""
+        """Variables that keep MPI libraries, gloo and NCCL on the link."""
         return {
             # MPICH's default (UCX) reaches the other side through host memory.
             "MPIR_CVAR_CH4_NETMOD": "ofi",
             "FI_PROVIDER": "tcp",
             "FI_TCP_IFACE": INTERFACE,
+            "OMPI_MCA_pml": "ob1",
+            "OMPI_MCA_btl": "self,sm,tcp",
+            "OMPI_MCA_btl_tcp_if_include": INTERFACE,
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "MASTER_ADDR": self.addresses[0],
         }
 
     def launcher_script(self) -> str:
-        """What hydra calls instead of ssh: ``LAUNCHER [-x] HOST COMMAND...``."""
+        """What MPI libraries call instead of ssh: ``LAUNCHER [OPTION...] HOST COMMAND...``."""
         cases = "\n".join(
             f"  {address}) namespace={namespace} ;;"
             for address, namespace in zip(self.addresses, self.namespaces, strict=True)
         )
         return (
-            '#!/bin/sh\nif [ "$1" = -x ]; then shift; fi\nhost=$1\nshift\n'
+            '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nhost=$1\nshift\n'
             f'case "$host" in\n{cases}\n  *) echo "no namespace for $host" >&2; exit 1 ;;\nesac\n'
-            'exec ip netns exec "$namespace" /bin/sh -c "$*"\n'
+            'exec ip netns exec "$namespace" '
+            'unshare --uts /bin/sh -c "hostname $namespace; $*"\n'
         )
 
 
@@ -185,7 +202,9 @@ def join(first: str, interface: str, second: str, other: str) -> None:
 
 
 def limit_rate(namespace: str, interface: str, rate: str) -> None:
-    """Let an interface send no faster than this."""
+    """Let an interface send no faster than this, or as fast as it can if ``unlimited``."""
+    if rate == UNLIMITED:
+        return
     limit = ("tbf", "rate", rate, "burst", BURST, "latency", LATENCY)
     command(*inside(namespace), "tc", "qdisc", "add", "dev", interface, "root", *limit)
 
@@ -198,6 +217,12 @@ def ip(*words: str) -> str:
 def inside(namespace: str) -> tuple[str, ...]:
     """The words that run what follows inside a namespace."""
     return "ip", "netns", "exec", namespace
+
+
+def named(namespace: str) -> tuple[str, ...]:
+    """The words that run what follows with the name of its host: Open MPI uses shared memory among
+    processes whose hosts have the same name."""
+    return "unshare", "--uts", "/bin/sh", "-c", f'hostname {namespace} && exec "$@"', "sh"
 
 
 def existing_namespaces() -> set[str]:
@@ -268,7 +293,8 @@ def run(
         launcher.chmod(0o755)
         try:
             link.up(rate)
-            words = [*link.mpi_command(launcher, mpiexec, ranks), *program]
+            open_mpi = "Open MPI" in command(mpiexec, "--version")
+            words = [*link.mpi_command(launcher, mpiexec, ranks, open_mpi), *program]
             status = subprocess.run(
                 words, env=os.environ | link.environment(), check=False
             ).returncode

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.launcher import needs_namespaces
+from tests.support.launcher import interpreter, needs_namespaces
 
 SCRIPT = Path(__file__).parents[3] / "launch" / "link.py"
 
@@ -41,6 +41,9 @@ def test_half_of_the_ranks_on_each_side() -> None:
     words = link.Link("x", num_hosts=3).mpi_command(Path("/l"), "mpiexec", 7)
     assert words[words.index("-ppn") + 1] == "3"
     assert words[words.index("-hosts") + 1] == "10.99.7.1,10.99.7.2,10.99.7.3"
+    words = link.Link("x").mpi_command(Path("/l"), "mpiexec", 4, open_mpi=True)
+    assert words[words.index("--host") + 1] == "10.99.7.1:2,10.99.7.2:2"
+    assert words[words.index("plm_ssh_agent") + 1] == "/l"
     for count in (1, 5):
         with pytest.raises(link.LinkError, match="expected 2 to 4"):
             link.Link("x", num_hosts=count)
@@ -53,7 +56,7 @@ def test_bytes_are_read_from_the_transmit_column() -> None:
         link.transmitted("  lo: 5 5 0 0 0 0 0 0 6 6 0 0 0 0 0 0\n")
 
 
-@pytest.mark.parametrize("option", [[], ["-x"]])
+@pytest.mark.parametrize("option", [[], ["-x"], ["-x", "-q"]])
 def test_launcher_maps_a_host_to_its_namespace(tmp_path: Path, option: list[str]) -> None:
     (tmp_path / "ip").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "launcher").write_text(link.Link("x").launcher_script())
@@ -67,7 +70,8 @@ def test_launcher_maps_a_host_to_its_namespace(tmp_path: Path, option: list[str]
             words, env=environment, capture_output=True, text=True, check=False, timeout=120
         )
 
-    assert launch("10.99.7.2").stdout == "netns exec x-b /bin/sh -c proxy --port 1\n"
+    told = "netns exec x-b unshare --uts /bin/sh -c hostname x-b; proxy --port 1\n"
+    assert launch("10.99.7.2").stdout == told
     assert launch("elsewhere").returncode == 1
 
 
@@ -134,15 +138,19 @@ for root in range(everybody.size):
         (["--expect-bytes", "1000000"], 1, 1),
         (["--expect-bytes", "4000000"], 3_000_000, 1),
         (["--hosts", "4", "-np", "4"], 3_000_000, 0),
+        (["--hosts", "2", "-np", "4", "--rate", "unlimited"], 3_000_000, 0),
     ],
 )
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_a_run_fails_if_fewer_bytes_cross_than_expected(
-    options: list[str], sent_bytes: int, status: int
+    options: list[str], sent_bytes: int, status: int, mpi: str
 ) -> None:
     """Ranks that only start over the link put some bytes on it, too."""
-    if not Path(sys.executable).with_name("mpiexec").exists():
-        pytest.skip("needs mpiexec")
-    words = [sys.executable, str(SCRIPT), "run", *options, "--", sys.executable, "-c", MPI_PROGRAM]
+    try:
+        python = str(interpreter(mpi))
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    words = [python, str(SCRIPT), "run", *options, "--", python, "-c", MPI_PROGRAM]
     done = subprocess.run(
         [*words, str(sent_bytes)], capture_output=True, text=True, check=False, timeout=120
     )
