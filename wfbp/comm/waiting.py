@@ -98,7 +98,8 @@ class Waiter:
 
     @classmethod
     def watching(cls, backend: Backend, **clock: Any) -> Waiter:
-        """A waiter for a backend's works and its duplicates', on this machine."""
+        """A waiter for a backend's works and its duplicates', on this machine. Until it is known
+        better, all ranks of the host are taken to share this rank's cores."""
         crowded = backend.local_size > num_cores()
         return cls(partial(getattr, backend, "activity"), crowded, **clock)
 

@@ -129,3 +129,20 @@ def test_what_fails_below_a_measurement_is_told(monkeypatch: pytest.MonkeyPatch)
         runtime.channel.exchange(np.zeros(1).tobytes(), "goes on")
 
     all_well(run_ranks(2, body))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_yield_to_those_that_share_their_core(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each is bound to its own, spinning costs nobody anything."""
+    mine = threading.local()
+    monkeypatch.setattr("wfbp.runtime.process.own_cores", lambda: [0 if shared else mine.rank])
+    monkeypatch.setattr("wfbp.runtime.process.num_cores", lambda: 1)
+
+    def is_crowded(runtime: Runtime) -> bool:
+        mine.rank = runtime.rank
+        check_settings(runtime)
+        return runtime.thread.loop.waiter.crowded
+
+    assert run_ranks(2, is_crowded) == [shared, shared]

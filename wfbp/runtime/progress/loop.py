@@ -243,7 +243,7 @@ class ProgressLoop:
         self.closing = False  # nothing is read from the backend in the rest of this pass
         self._backend = backend
         self._where = where
-        self._waiter = Waiter.watching(backend)
+        self.waiter = Waiter.watching(backend)
         self.watch = StallWatch(
             backend.rank, backend.size, config, where, self.send_notice, lambda: backend.activity
         )
@@ -269,7 +269,7 @@ class ProgressLoop:
             if now >= self._next_tick:
                 self._tick(now)
             if progressed:
-                self._waiter.progressed()
+                self.waiter.progressed()
                 return 0.0
             if self.error is not None:
                 return TICK_S
@@ -277,14 +277,14 @@ class ProgressLoop:
             if nap_s > 0:
                 return nap_s
             # Without the interpreter, which other threads may need.
-            if urgent and not self._waiter.crowded and self._rest_in_backend(0.0, _SPIN_S):
+            if urgent and not self.waiter.crowded and self._rest_in_backend(0.0, _SPIN_S):
                 return 0.0
             # Large messages in shared memory move a little per test.
             for _ in range(_TESTS_PER_SPIN):
                 if self._advance():
-                    self._waiter.progressed()
+                    self.waiter.progressed()
                     return 0.0
-            self._waiter.offer_core()
+            self.waiter.offer_core()
             return 0.0
         except Exception as error:
             return self._end_runtime(error)
@@ -474,7 +474,7 @@ class ProgressLoop:
             return TICK_S
         if step_s is None:  # none was predicted
             step_s = self._backend.step_s
-        nap_s = self._waiter.nap_s(urgent, longest_s, step_s)
+        nap_s = self.waiter.nap_s(urgent, longest_s, step_s)
         return _IDLE_S if idle and nap_s >= MAX_NAP_S else nap_s
 
     def _end_runtime(self, error: Exception) -> float:
