@@ -1,10 +1,11 @@
 """``python -m tests.benchmarks peers``: wfbp, DDP, Horovod and plain MPI, for the front page.
 
-Runs ``wfbp bench training`` on two ranks with one thread each: several models, in shared memory and
-over links of 10 and 1 Gbit/s (network namespaces, so it needs root). Prints a table in Markdown and
-draws the picture of the front page. Horovod competes if it is installed. Results in the file of
-``--json`` are kept and drawn too, so that models can be measured one after another. ``--redraw``
-measures nothing: it draws the table of a page again.
+Runs ``wfbp bench training`` with one thread per rank: several models, in shared memory and over
+links of several rates (network namespaces, so it needs root). By default there are two ranks, each
+on a host of its own. Prints a table in Markdown and draws the picture of the front page. Horovod
+competes if it is installed. Results in the file of ``--json`` are kept and drawn too, so that
+models can be measured one after another. ``--redraw`` measures nothing: it draws the table of a
+page again.
 """
 
 from __future__ import annotations
@@ -30,12 +31,20 @@ from tests.benchmarks.torch_contestants import GPT, Batch
 from tests.benchmarks.training import launch_command, names, rank_environment
 
 FORMAT = "wfbp-bench-peers/1"
-LINKS = {"none": "shared memory", "10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s"}
+LINKS = {
+    "none": "shared memory",
+    "unlimited": "unlimited",
+    "25gbit": "25 Gbit/s",
+    "10gbit": "10 Gbit/s",
+    "1gbit": "1 Gbit/s",
+}
+USUAL_LINKS = ["none", "10gbit", "1gbit"]
 MODELS = {
     "mlp": "MLP, 60 layers",
     "gpt": "GPT, 6 layers",
     "densenet": "DenseNet-121",
     "resnet50": "ResNet-50",
+    "lstm": "LSTM, 2 layers",
 }
 USUAL_MODELS = ["mlp", "gpt", "densenet"]
 CONTESTANTS = {
@@ -43,7 +52,8 @@ CONTESTANTS = {
     "ddp": "DDP",
     "ddp-best": "DDP, best buckets",
     "horovod": "Horovod",
-    "mpi-per-tensor": "MPI after backward",
+    "mpi-per-tensor": "MPI per tensor",
+    "mpi-flat": "MPI at once",
 }
 """In the order of table and picture."""
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "peers.svg"
@@ -77,6 +87,10 @@ def resnet50() -> Made:
     return _bench("resnet50")
 
 
+def lstm() -> Made:
+    return _bench("lstm")
+
+
 def densenet() -> Made:
     return _bench("densenet")
 
@@ -96,7 +110,9 @@ def main(words: Sequence[str]) -> int:
     """Run each model over each link; exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks peers", description=__doc__)
     parser.add_argument("--models", type=names(MODELS), default=USUAL_MODELS)
-    parser.add_argument("--links", type=names(LINKS), default=list(LINKS))
+    parser.add_argument("--links", type=names(LINKS), default=USUAL_LINKS)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=2, help="that the ranks are on, over a link")
     parser.add_argument("--rounds", type=int, default=5, help="of all contestants, interleaved")
     parser.add_argument("--json", type=Path, help="file of all samples; what is there is kept")
     parser.add_argument("--table", type=Path, help="file for the table, in Markdown")
@@ -113,7 +129,7 @@ def main(words: Sequence[str]) -> int:
         print("Horovod is not installed: its cells say so", file=sys.stderr)
     for model in options.models:
         for link in options.links:
-            result = measure(model, link, options.rounds)
+            result = measure(model, link, options.rounds, options.ranks, options.hosts)
             if result is None:
                 return 1
             results.setdefault(link, {})[model] = result
@@ -128,12 +144,12 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def measure(model: str, link: str, rounds: int) -> dict[str, Any] | None:
+def measure(model: str, link: str, rounds: int, ranks: int, hosts: int) -> dict[str, Any] | None:
     """The document of ``wfbp bench training --json``; None, and a message, if it failed."""
     here = [n for n in CONTESTANTS if n != "horovod" or find_spec("horovod") is not None]
     words = ["--model", f"{__name__}:{model}", "--contestants", ",".join(["none", *here])]
     program = [sys.executable, "-m", "wfbp", "bench", "training", *words]
-    command = [*launch_command(link, 2), *program, "--rounds", str(rounds), "--json"]
+    command = [*launch_command(link, ranks, hosts), *program, "--rounds", str(rounds), "--json"]
     print(f"{MODELS[model]}, {LINKS[link]}", file=sys.stderr, flush=True)
     variables = rank_environment()
     if link != "none":
@@ -200,15 +216,19 @@ def rows(results: dict[str, Any]) -> Iterator[Row]:
 def rows_of_page(text: str) -> list[Row]:
     """The rows of the table that :func:`markdown` wrote into a page, without CPU times."""
     found = []
+    names: list[str] = []
     for line in text.splitlines():
         cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        if cells[1:2] == ["alone"]:  # the headings
+            contestants = {title: name for name, title in CONTESTANTS.items()}
+            names = ["none", *(contestants[cell] for cell in cells if cell in contestants)]
         keys = {
             f"{LINKS[link]}: {MODELS[model]}": (link, model) for link in LINKS for model in MODELS
         }
         if cells[0] in keys:
-            numbers = zip(("none", *CONTESTANTS), cells[1:], strict=False)
+            numbers = zip(names, cells[1:], strict=False)
             times = {name: float(cell) for name, cell in numbers if cell != NOT_MEASURED}
-            found.append(Row(*keys[cells[0]], times, {}, cells[2 + len(CONTESTANTS)]))
+            found.append(Row(*keys[cells[0]], times, {}, cells[1 + len(names)]))
     return found
 
 
@@ -241,7 +261,7 @@ BARS = {
     "wfbp-auto": ("wfbp", "#1f6feb"),
     "ddp": ("DDP, default buckets", "#8b949e"),
     "horovod": ("Horovod", "#d4a72c"),
-    "mpi-per-tensor": ("MPI after backward", "#b08bd6"),
+    "mpi-per-tensor": ("MPI per tensor", "#b08bd6"),
 }
 """Name and colour of each bar; the line at 1 is DDP with its best buckets."""
 ALONE = "#cf222e"

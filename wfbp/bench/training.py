@@ -133,14 +133,15 @@ BUCKETS = ("ddp-1", "ddp-5", "ddp-100")
 """``ddp-best`` is the fastest of these sizes in MiB in a trial before the rounds."""
 TRIALS = 3
 REFERENCE = "mpi-per-tensor"
-_NAMES = re.compile(rf"none|{REFERENCE}|horovod|wfbp-.*|ddp|{BEST_DDP}|ddp-\d+(\.\d+)?")
+FLAT = "mpi-flat"
+_NAMES = re.compile(rf"none|{REFERENCE}|{FLAT}|horovod|wfbp-.*|ddp|{BEST_DDP}|ddp-\d+(\.\d+)?")
 
 
 def check_contestant(name: str) -> None:
     """Raise ``ValueError`` if there is no contestant of this name."""
     if not _NAMES.fullmatch(name):
         raise ValueError(
-            f"contestant {name!r}: expected none, {REFERENCE}, ddp, {BEST_DDP}, horovod, "
+            f"contestant {name!r}: expected none, {REFERENCE}, {FLAT}, ddp, {BEST_DDP}, horovod, "
             "wfbp-auto, wfbp-SCHEDULE or ddp-MIB"
         )
     if name == "horovod" and find_spec("horovod") is None:
@@ -153,6 +154,8 @@ def make_contestant(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contes
     kind, _, choice = name.partition("-")
     if name == REFERENCE:
         made.exchange = partial(_reduce_each, model)
+    elif name == FLAT:
+        made.exchange = partial(_reduce_at_once, model)
     elif kind == "ddp":
         made.module = _ddp(model, choice)
     elif kind == "horovod":  # stopped while others run, since it keeps a core busy
@@ -177,6 +180,17 @@ def _reduce_each(model: nn.Module) -> None:
         host = p.grad.to("cpu", torch.float32).contiguous()  # the gradient itself, if possible
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, host.numpy())
         p.grad.copy_(host.div_(MPI.COMM_WORLD.size))
+
+
+def _reduce_at_once(model: nn.Module) -> None:
+    """One blocking all-reduce of all gradients, in host memory."""
+    for p in filter(lambda p: p.requires_grad and p.grad is None, model.parameters()):
+        p.grad = torch.zeros_like(p)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    host = torch.cat([grad.flatten() for grad in grads]).to("cpu", torch.float32)
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, host.numpy())
+    for grad, average in zip(grads, torch.split(host, [g.numel() for g in grads]), strict=True):
+        grad.copy_(average.view_as(grad).div_(MPI.COMM_WORLD.size))
 
 
 def _ddp(model: nn.Module, mib: str) -> nn.Module:
