@@ -5,9 +5,9 @@
     link.py run --hosts 4 -np 4 -- python train.py       four hosts, joined by a switch
     link.py up --rate 1gbit ; ... ; link.py down         the link alone, for other programs
 
-Each namespace has as many of the ranks. Two are joined by one link, three or four by a switch (a
-bridge in a further namespace) to which each has a link of that rate. ``run`` makes links of its
-own, removes them however it ends, and prints how many bytes each host has sent. With
+Each namespace has as many of the ranks. Two are joined by one link. Three or four are joined to a
+switch (a bridge in a further namespace) by links of that rate. ``run`` makes its own links, removes
+them however it ends, and prints how many bytes each host has sent. With
 ``--expect-bytes`` it fails if a host has sent fewer. Benchmarks use this, since an MPI library that
 finds shared memory leaves the link idle while the program runs well. ``--rate unlimited`` leaves
 the link as fast as the machine is.
@@ -170,7 +170,7 @@ class Link:
         }
 
     def launcher_script(self) -> str:
-        """What MPI libraries call instead of ssh: ``LAUNCHER [OPTION...] HOST COMMAND...``."""
+        """The program that replaces ssh: ``LAUNCHER [OPTION...] HOST COMMAND...``."""
         cases = "\n".join(
             f"  {address}) namespace={namespace} ;;"
             for address, namespace in zip(self.addresses, self.namespaces, strict=True)

@@ -1,8 +1,8 @@
 """``python -m tests.benchmarks peers``: wfbp, DDP, Horovod and plain MPI, for the front page.
 
 Runs ``wfbp bench training`` with one thread per rank: several models, in shared memory and over
-links of several rates (network namespaces, so it needs root). By default there are two ranks, each
-on a host of its own. Prints a table in Markdown and draws the picture of the front page. Horovod
+links of several rates (network namespaces, so it needs root). By default there are two ranks on two
+hosts. Prints a table in Markdown and draws the picture of the front page. Horovod
 competes if it is installed. Results in the file of ``--json`` are kept and drawn too, so that
 models can be measured one after another. ``--redraw`` measures nothing: it draws the table of a
 page again.

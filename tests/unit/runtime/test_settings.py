@@ -135,7 +135,7 @@ def test_what_fails_below_a_measurement_is_told(monkeypatch: pytest.MonkeyPatch)
 def test_ranks_yield_to_those_that_share_their_core(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each is bound to its own, spinning costs nobody anything."""
+    """Ranks that are bound to different cores can spin."""
     mine = threading.local()
     monkeypatch.setattr("wfbp.runtime.process.own_cores", lambda: [0 if shared else mine.rank])
     monkeypatch.setattr("wfbp.runtime.process.num_cores", lambda: 1)
