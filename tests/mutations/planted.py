@@ -132,8 +132,8 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/buffers.py",
-        "agree = tuple(numbers) == step_flags(",
-        "agree = tuple(numbers) >= step_flags(",
+        "agree = in_cycle == [",
+        "agree = in_cycle >= [",
         unit("runtime/test_reduction_errors", "runtime/test_mistakes", "runtime/test_buffers"),
     ),
     Mutation(

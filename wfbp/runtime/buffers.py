@@ -21,13 +21,15 @@ from wfbp.core.plan import Plan, aligned, layout
 from wfbp.core.types import Op, Operation, TensorSpec, item_bytes, wire_type
 from wfbp.runtime.step import BufferView, Gather, Lent, Step, StepResult
 
-_STEP_BITS = 6
+_STEP_BITS, _CALL_BITS, _MARK_BITS = 6, 6, 4
 STEP_CYCLE = 1 << _STEP_BITS
 """Messages carry step numbers modulo this."""
+NUM_MARKS = 1 << _MARK_BITS
+"""Marks of parameters are below this."""
 
-NUM_STEP_FLAGS = 3 + 4 * _STEP_BITS
+NUM_STEP_FLAGS = 3 + 2 * (_STEP_BITS + _CALL_BITS + _MARK_BITS)
 """Beside one flag per tensor: a request, a wish for whole gradients, a discard, the step's number,
-the call that closes it."""
+the call that closes it, a mark of the parameters."""
 
 
 class GroupBuffer:
@@ -171,7 +173,7 @@ class GroupBuffer:
         assert isinstance(step, Step)
         flags = [1 if step.sources[k] else 0 for k in self._flagged]
         flags += [step.requested, step.whole, step.discards]
-        flags += step_flags(step.number % STEP_CYCLE, step.closing_call)
+        flags += step_flags(step.number % STEP_CYCLE, step.closing_call, step.mark)
         if self._separate_flags.size:
             self._separate_flags[:] = flags
             return
@@ -261,15 +263,16 @@ class GroupBuffer:
         # Also if they were divided, and as bits of bfloat16: more than 0 is yes.
         flags: list[bool] = (reduced > 0).tolist()
         requested, whole, discarded, *steps = flags[len(self._flagged) :]
-        numbers, calls = steps[: 2 * _STEP_BITS], steps[2 * _STEP_BITS :]
-        agree = tuple(numbers) == step_flags(step.number % STEP_CYCLE, None)[: 2 * _STEP_BITS]
-        agree = agree and not any(map(and_, calls[::2], calls[1::2]))
+        sets = list(map(and_, steps[::2], steps[1::2]))  # bits that some ranks have and some lack
+        in_cycle = steps[: 2 * _STEP_BITS : 2]
+        agree = in_cycle == [bool(step.number >> k & 1) for k in range(_STEP_BITS)]
         return StepResult(
             present=flags[: len(self._flagged)],
             requested=requested,
             discarded=discarded,
             whole=whole,
-            steps_agree=agree,
+            steps_agree=agree and not any(sets[: _STEP_BITS + _CALL_BITS]),
+            marks_agree=not any(sets[_STEP_BITS + _CALL_BITS :]),
         )
 
 
@@ -337,15 +340,15 @@ def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]
 
 
 @lru_cache(4 * STEP_CYCLE)
-def step_flags(number: int, call: int | None) -> tuple[bool, ...]:
-    """Per bit of both, whether it is set, and whether it is not: so a sum shows that ranks differ.
-
-    Without a call, all of its flags are False, which agrees with any.
-    """
-    numbers = [bool(number >> k & 1) for k in range(_STEP_BITS)]
-    calls = [] if call is None else [bool(call >> k & 1) for k in range(_STEP_BITS)]
-    flags = [flag for bit in (*numbers, *calls) for flag in (bit, not bit)]
-    return (*flags, *[False] * (4 * _STEP_BITS - len(flags)))
+def step_flags(number: int, call: int | None, mark: int | None) -> tuple[bool, ...]:
+    """Per bit of each, whether it is set, and whether it is not: so a sum shows that ranks differ.
+    Of a number that is None, all flags are False, which agrees with any."""
+    flags: list[bool] = []
+    for value, bits in ((number, _STEP_BITS), (call, _CALL_BITS), (mark, _MARK_BITS)):
+        for k in range(bits):
+            is_set = value is not None and bool(value >> k & 1)
+            flags += is_set, value is not None and not is_set
+    return tuple(flags)
 
 
 def shard_bytes(spec: TensorSpec, size: int) -> int:

@@ -63,11 +63,13 @@ class Reducer:
     sparse: Collection[int] = ()  # tensors with sparse gradients here, which the caller exchanges
     joined = False  # this rank has no more data, and takes part without gradients
     closing_call = 0  # which call closes steps, below 64: 0 for ``step()`` and ``synchronize()``
+    mark: int | None = None  # of this rank's parameters, for the next step; None agrees with any
     evaluates = False  # this step is an evaluation of a closure
 
     # Of the last reduced step.
     sparse_anywhere: Sequence[int] = ()  # tensors with sparse gradients on any rank
     joined_ranks: Sequence[int] = ()
+    marks_agree = True  # whether all ranks that had a mark had the same
     evaluated = False  # whether any rank evaluates a closure, if ranks have joined
 
     profiling = False  # whether this step's times will be used to plan
@@ -127,7 +129,7 @@ class Reducer:
         self._rarer_steps = 0
         self._number = 0
         self._discarded: deque[Step] = deque()
-        self._steps = 0
+        self.num_steps = 0
         self._newly_installed = self._closed = False
         ranges = [shard_range(spec, runtime.rank, runtime.size) for spec in specs]
         self._shards = [slice(start, stop) for start, stop in ranges]
@@ -243,7 +245,9 @@ class Reducer:
         step.whole = whole and self.decoupled
         step.requested = bool(self._unplanned or tuner.wants_round or self.sparse or self.joined)
         step.closing_call = None if self.joined else self.closing_call
+        step.mark = None if self.joined else self.mark
         result = self._close_step(dependencies)
+        self.marks_agree = result.marks_agree
         if self._newly_installed:
             # First step by the final plan: memory of earlier plans is free now.
             self._newly_installed = False
@@ -271,7 +275,7 @@ class Reducer:
             self._install()
         step.owners = []  # gradients that were sent are no longer needed
         self._detailed = not tuner.installed or bool(self.recorder or self._runtime.timeline)
-        self.memory.timing = self._detailed or self._steps % SAMPLED_STEPS == 0
+        self.memory.timing = self._detailed or self.num_steps % SAMPLED_STEPS == 0
         self._begin(done)
         return reduced
 
@@ -396,20 +400,20 @@ class Reducer:
 
     def _measure(self, result: StepResult, done: Stamp) -> None:
         """Count a step, and let the tuner know what it took."""
-        self._steps += 1
+        self.num_steps += 1
         tuner, timeline, recorder = self.tuner, self._runtime.timeline, self.recorder
         # Without details only the length of the step is used.
         self.clock.finish(self._planned if self._detailed else (), result.times, done)
         counting = not (tuner.measuring or tuner.installed)
         for times in self.clock.take(counting, tuner.measuring):
             if recorder is not None:
-                recorder.after_step(self._steps, times)
+                recorder.after_step(self.num_steps, times)
             if timeline is not None and times.done_s:
-                timeline.step(self._record_name, self._steps - 1, tuner.plan, times)
+                timeline.step(self._record_name, self.num_steps - 1, tuner.plan, times)
             if tuner.visit.add(times):
                 tuner.complete()
         often = self._runtime.config.summary_steps
-        if often and self._runtime.rank == 0 and self._steps % often == 0:
+        if often and self._runtime.rank == 0 and self.num_steps % often == 0:
             log_summary(self._name, self.report())
 
     def _install(self) -> None:
@@ -611,7 +615,7 @@ class Reducer:
 
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; see :func:`make_report`."""
-        return make_report(self.tuner, self._steps)
+        return make_report(self.tuner, self.num_steps)
 
     def close(self) -> None:
         """Stop serving this reducer; collective only in that every rank stops using it."""

@@ -27,6 +27,7 @@ class Step:
     whole: bool = False  # whether this rank needs whole gradients
     targets: Sequence[int] = ()  # copies of all-reduced gradients, from the close on; 0: none
     closing_call: int | None = 0  # which call closes it, below 64; None if this rank cannot know
+    mark: int | None = None  # of the parameters, the same on ranks that have the same
 
 
 class GroupReady(NamedTuple):
@@ -74,6 +75,7 @@ class StepResult:
     discarded: bool
     whole: bool = False  # whether any rank needs whole gradients
     steps_agree: bool = True  # whether all ranks are at the same step
+    marks_agree: bool = True  # whether all ranks that have marked parameters have the same mark
     times: list[GroupTime] = field(default_factory=list)
 
 

@@ -168,6 +168,25 @@ def test_calls_that_end_a_step_are_compared(
     assert found == [agree] * len(places)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("marks", "agree"),
+    [((5, 5, 5), True), ((5, 6, 5), False), ((0, 0, 15), False), ((None, 7, 7), True)],
+)
+def test_marks_of_parameters_are_compared(
+    dtype: str, marks: tuple[int | None, ...], agree: bool
+) -> None:
+    buffers = buffers_of(plan_of([3], dtype), len(marks), Op.AVERAGE)
+    steps = [step_of([None], number=3) for _ in marks]
+    for buffer, step, mark in zip(buffers, steps, marks, strict=True):
+        step.mark = mark
+        buffer.pack(step)
+    travel(buffers)
+    found = [b.read_flags(step) for b, step in zip(buffers, steps, strict=True)]
+    assert [result.marks_agree for result in found] == [agree] * len(marks)
+    assert all(result.steps_agree for result in found)
+
+
 @pytest.mark.parametrize("size", [2, 16, 512, 1024, 50_000])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", [Op.AVERAGE, Op.SUM])
