@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from wfbp.core.ranks import name_values
 from wfbp.errors import DisagreementError
@@ -21,6 +23,7 @@ from wfbp.runtime.reducer import Reducer
 from wfbp.torch import tensors
 
 _MOST_NAMES = 4
+_JOINED = b"joined"  # instead of numbers of eight bytes
 
 
 def sparse_sums(
@@ -159,23 +162,50 @@ def _plain(value: Any) -> Any:
         return float(value)
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"array {value.shape} {value.dtype} {zlib.crc32(value.tobytes()):x}"
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        data = tensors.raw(tensors.on_host(value.detach()).contiguous())
+        return f"tensor {tuple(value.shape)} {value.dtype} {zlib.crc32(data.data):x}"
     return None
 
 
-def combined_loss(reducer: Reducer, loss: Any, average: bool) -> Any:
-    """The sum or average over the ranks that have one; itself if it is no real number."""
-    held = loss.detach() if isinstance(loss, torch.Tensor) else None
-    if held is None:
-        number = isinstance(loss, Real) and not isinstance(loss, bool)
+def combined_losses(reducer: Reducer, result: Any, average: bool, joined: bool = False) -> Any:
+    """The result of a closure, with the sum or average over the ranks instead of each real number
+    in it. Ranks that have ``joined`` have no data, and count as zero."""
+    leaves, structure = tree_flatten(result)
+    numbers = [] if joined else [_number(leaf) for leaf in leaves]
+    mine = [number for number in numbers if number is not None]
+    packed = _JOINED if joined else struct.pack(f"{len(mine)}d", *mine)
+    payloads = reducer.exchange(packed, "the loss of step(closure)")
+    texts = [text for text in payloads if text not in (b"", _JOINED)]
+    by_rank = [struct.unpack(f"{len(text) // 8}d", text) for text in texts]
+    if len(set(map(len, by_rank))) > 1:
+        raise DisagreementError(
+            f"{reducer.who}: closures return different numbers of losses: "
+            f"{name_values(dict(enumerate(len(text) // 8 for text in payloads)))}"
+        )
+    count = len(texts) + payloads.count(_JOINED) if average else 1
+    combined = iter([sum(each) / count for each in zip(*by_rank, strict=True)])
+    for place, number in enumerate(numbers):
+        if number is not None:
+            leaves[place] = _as(leaves[place], next(combined))
+    return tree_unflatten(leaves, structure)
+
+
+def _number(value: Any) -> float | None:
+    """A real number, also as a tensor; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        is_real = value.numel() == 1 and not value.is_complex()
     else:
-        number = held.numel() == 1 and not held.is_complex()
-    mine = struct.pack("d", float(loss if held is None else held)) if number else b""
-    losses = reducer.exchange(mine, "the loss of step(closure)")
-    if not number:
-        return loss
-    values = [struct.unpack("d", text)[0] for text in losses if text]
-    result = sum(values) / (len(values) if average else 1)
-    if held is None:
-        return result
-    dtype = None if held.is_floating_point() else torch.float
-    return torch.full_like(held, result, dtype=dtype)
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return float(value.detach() if isinstance(value, torch.Tensor) else value) if is_real else None
+
+
+def _as(value: Any, number: float) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return number
+    dtype = None if value.is_floating_point() else torch.float
+    return torch.full_like(value.detach(), number, dtype=dtype)

@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError
@@ -26,6 +27,7 @@ from wfbp.runtime.step import BufferView, GradientRef
 from wfbp.torch import exchanges, tensors
 from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.compiling import uncompiled
+from wfbp.torch.drift import Drift
 from wfbp.torch.forward_profiler import ForwardProfiler
 from wfbp.torch.own_methods import Differentiation, has_own_methods
 from wfbp.torch.state_sharding import StateSharding
@@ -271,6 +273,7 @@ class OptimizerSync:
         self.held: Reduced | None = None
         """Reduced gradients, if ``p.grad`` does not show them all."""
         self._compared = False
+        self._drift = Drift(runtime, reducer, params)
         self.has_left = False
         self._is_clipped = False
         self._gathers_narrow = bool(options.gather_dtype)
@@ -284,6 +287,7 @@ class OptimizerSync:
             owners[id(param)] = self
         self._left: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(params)
         """Gradients and their versions, as they were when no new ones were there."""
+        self._left_samples: dict[int, torch.Tensor] = {}
         self._differentiation: Differentiation | None = None  # of the method that ran last
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(params):
@@ -302,6 +306,7 @@ class OptimizerSync:
         if force or has_own_methods(self.optimizer):
             grads = [param.grad for param in self._params]
             self._left = [g if g is None else (weakref.ref(g), g._version) for g in grads]
+            self._left_samples = self._sample_some()
 
     def _changed(self) -> Iterator[torch.Tensor | None]:
         """Gradients that are not as they were when last noted."""
@@ -314,12 +319,21 @@ class OptimizerSync:
             if not is_same:
                 yield grad
 
+    def _sample_some(self) -> dict[int, torch.Tensor]:
+        """Samples of a few gradients, by index."""
+        params = self._params
+        chosen = range(0, len(params), max(1, len(params) // _SAMPLED_GRADIENTS))
+        return {k: tensors.sample(grad) for k in chosen if (grad := params[k].grad) is not None}
+
     def has_new(self) -> bool:
         """Whether gradients have appeared since they were noted, by backward or as the program has
         set or changed them."""
-        return self.open or (
-            has_own_methods(self.optimizer) and any(grad is not None for grad in self._changed())
-        )
+        if self.open or not has_own_methods(self.optimizer):
+            return self.open
+        if any(grad is not None for grad in self._changed()):
+            return True
+        before = self._left_samples  # PyTorch does not count all changes
+        return any(not _same(before.get(k), now) for k, now in self._sample_some().items())
 
     def has_moved_on(self) -> bool:
         """Whether any gradients have appeared or gone since they were noted."""
@@ -448,6 +462,7 @@ class OptimizerSync:
         sparse = dict(self._sparse)
         reducer.sparse = sorted(sparse)
         reduced = reducer.synchronize(whole)
+        self._check_drift()
         self._sparse.clear()
         self._unsent.clear()
         self._guard.clear()
@@ -503,6 +518,7 @@ class OptimizerSync:
         for error in exchanges.differences(self.reducer, self.optimizer, params):
             self._on_difference(error)
             self.update.replicate()
+            self._check_parameters = False
         self._compared = True
 
     # Steps.
@@ -571,12 +587,26 @@ class OptimizerSync:
             elif self.reducer.decoupled:
                 update.pending.leave()
 
+    def _check_drift(self) -> None:
+        """Raise, or only warn, if parameters have drifted apart; after a step was reduced."""
+        if not self.reducer.marks_agree and (error := self._drift.compare()) is not None:
+            self._check_parameters = False  # where it only warns
+            self._on_difference(error)
+
+    def note_parameters(self) -> None:
+        """Parameters have been updated: watch that ranks keep the same."""
+        # While some travel, or ranks have joined, they are not to be compared.
+        if self._alone or self.reducer.decoupled or not self._check_parameters:
+            self._drift.forget()
+        else:
+            self._drift.sample()
+
     def compare_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise unless all ranks pass equal further arguments to ``step()``; a collective if this
         rank passes any."""
         arguments = {**{f"argument {k}": value for k, value in enumerate(args, 1)}, **kwargs}
         for name, value in arguments.items():
-            if callable(value):
+            if any(map(callable, tree_leaves(value))):
                 raise TypeError(
                     f"{self._name}: step() was given a function as {name}, and would use what it "
                     "returns on this rank alone. Only a closure, the first argument, is evaluated "
@@ -645,6 +675,8 @@ class OptimizerSync:
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
+        if self.open and not self.reducer.decoupled:
+            self._drift.note_discard()
         self.held = None
         self._is_clipped = False
         self._guard.clear()
@@ -675,6 +707,7 @@ class OptimizerSync:
                 self.update.flush()
                 reducer.sparse = ()
                 reducer.synchronize(whole=True)
+                self._check_drift()
                 if reducer.sparse_anywhere:
                     exchanges.sparse_sums(reducer, self._params, {}, average=False)
                 if not self._compared:
@@ -683,7 +716,7 @@ class OptimizerSync:
                     return
                 self._note_joined()
                 if reducer.evaluated:
-                    exchanges.combined_loss(reducer, 0.0, self._op is Op.AVERAGE)
+                    exchanges.combined_losses(reducer, 0.0, self._op is Op.AVERAGE, joined=True)
                 note_progress()
         finally:
             reducer.joined = self._alone = False
@@ -745,6 +778,10 @@ class _Sharing(NamedTuple):
     def is_kept(self, grad: torch.Tensor, num_others: int) -> bool:
         """Whether anything but gradients is in a gradient's memory."""
         return num_others >= self.num_gradients[tensors.storage_of(grad)]
+
+
+def _same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
+    return before is not None and before.shape == now.shape and torch.equal(before, now)
 
 
 def _can_be(grad: torch.Tensor, layout: tensors.Layout) -> bool:

@@ -21,10 +21,11 @@ from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.clipping import Limit
 from wfbp.torch.compiling import uncompiled
-from wfbp.torch.exchanges import combined_loss
+from wfbp.torch.exchanges import combined_losses
 from wfbp.torch.gradient_sync import OptimizerSync
 from wfbp.torch.original import check_params, named_params, take_place, wrapped_of
 from wfbp.torch.own_methods import Differentiation, differentiable, is_own_method, resumed_by
+from wfbp.torch.state_sharding import SharedOutState
 
 _NUM_CALLS = 62
 """Names of methods are told apart modulo this, where ranks compare which call ends a step."""
@@ -70,8 +71,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _operation(method: F) -> F:
-    """Decorator: run a method within :data:`signals.deferred`, uncompiled."""
-    return uncompiled(signals.deferred(method))
+    """Decorator: run a method within :data:`signals.deferred`, uncompiled, and outside of inference
+    mode, whose tensors could not be changed later."""
+    deferred = signals.deferred(method)
+
+    @functools.wraps(method)
+    def operate(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return deferred(*args, **kwargs)
+        return deferred(*args, **kwargs)
+
+    return uncompiled(operate)  # type: ignore[return-value]
 
 
 # Without ``ABC``: classes that are derived together with it may have another metaclass.
@@ -99,10 +110,13 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     """Names of attributes that are not the original's."""
     _wfbp_bare: dict[str, Any]
     """The original's own methods that this object replaces; see :func:`take_place`."""
+    _wfbp_before: dict[str, Any]
+    _wfbp_watched: list[str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        ours = [vars(base) for base in cls.__mro__ if issubclass(base, DistributedOptimizerBase)]
+        # Not the user's ``__init_subclass__``, which may register classes by name.
+        bases = cls.__mro__[1:]  # what a class itself adds are methods of the original
+        ours = [vars(base) for base in bases if issubclass(base, DistributedOptimizerBase)]
         cls._wfbp_own = frozenset[str]().union(*ours)
         if not issubclass(cls.__bases__[0], DistributedOptimizerBase):  # as Lightning derives one
             for name in ("__getattribute__", "__setattr__", "__delattr__"):
@@ -245,10 +259,9 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def _wfbp_note_gradients(self, name: str, differentiation: Differentiation) -> None:
         """After a further method, only gradients that it has set by differentiation are new."""
         sync = self._wfbp_sync
-        if sync is None or not (differentiation.happened and sync.has_new()):
-            if sync is not None:
-                sync.note_gradients()
-        elif differentiation.has_updated() and not self._wfbp_skip:
+        if sync is None:
+            return
+        if differentiation.has_updated() and not self._wfbp_skip:
             raise RuntimeError(
                 f"{type(self).__name__}: {name}() has updated parameters by gradients that it "
                 "computed by torch.autograd.grad(), which are this rank's own: ranks differ from "
@@ -256,6 +269,9 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 f"them by wfbp.allreduce(), and call {name}() inside 'with "
                 "optimizer.skip_synchronize():'"
             )
+        sync.note_parameters()
+        if not (differentiation.happened and sync.has_new()):
+            sync.note_gradients()
 
     @contextmanager
     def _wfbp_within(self, call: str) -> Iterator[None]:
@@ -291,12 +307,15 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
         If ranks update shards, each holds its shards only; :meth:`state_dict` has the whole.
         """
-        if self._wfbp_sync is not None:
-            self._wfbp_sync.update.before_state_is_used()
-        return self._wfbp_original.state
+        state = self._wfbp_original.state
+        if self._wfbp_sync is None:
+            return state
+        return self._wfbp_sync.update.state_for_use(state)
 
     @state.setter
     def state(self, state: Any) -> None:
+        if isinstance(state, SharedOutState):
+            state = state.data
         if self._wfbp_sync is not None:
             self._wfbp_sync.update.before_another_state(state)
         self._wfbp_original.state = state
@@ -469,7 +488,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
         if sync is not None:
             check_known(self._wfbp_original, self._wfbp_ids)
-        if callable(closure):
+        if callable(closure) and not isinstance(closure, torch.nn.Module):
             return self._wfbp_step_with(closure, *args, **kwargs)
         further = (closure, *args) if closure is not None or args else ()
         if sync is not None:
@@ -490,6 +509,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         finally:
             self._wfbp_sync_state = SyncState.NOBODY
         sync.note_gradients()
+        sync.note_parameters()
         return result
 
     def _wfbp_step_with(self, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -508,6 +528,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self._wfbp_sync_state = SyncState.NOBODY
             if sync is not None:
                 sync.note_gradients()
+                sync.note_parameters()
 
     def _wfbp_make_dense(self) -> None:
         for group in self.param_groups if self._wfbp_sparse_as_dense else ():
@@ -548,7 +569,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self._wfbp_sync_state = SyncState.PROGRAM
         return closes
 
-    def _wfbp_evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _wfbp_evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         sync = self._wfbp_sync
         if sync is not None and self._wfbp_options.op is Op.SUM:
             # Earlier gradients are sums already, and will be added up again.
@@ -557,7 +578,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                     grad.detach().div_(sync.runtime.size)
         self._wfbp_sync_state = SyncState.NOBODY
         with torch.enable_grad(), self._wfbp_within(""):
-            loss = closure()
+            loss = closure(*args, **kwargs)
         if sync is None:
             self._wfbp_make_dense()
             return loss
@@ -566,7 +587,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self.synchronize()
         finally:
             sync.reducer.evaluates = False
-        combined = combined_loss(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
+        combined = combined_losses(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
         return differentiable(loss, combined, lambda: sync.open)
 
     @_operation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.torch import tensors
+from wfbp.torch.own_methods import own_method_names
 
 _WRAPPED = "_wfbp_wrapped"
 """Attribute of an optimizer: what was last made of it, and may hold shards of its state."""
 
 _REPLACED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
-"""Methods of the original that the distributed optimizer replaces."""
+"""Methods of the original that the distributed optimizer replaces, beside its own further ones."""
 
 
 def named_params(
@@ -78,7 +80,8 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if wrapped is None:
         return vars(optimizer)
     before: dict[str, Any] = wrapped._wfbp_before
-    return {k: v for k, v in vars(optimizer).items() if k not in _REPLACED} | before
+    replaced = (*_REPLACED, *wrapped._wfbp_watched)
+    return {k: v for k, v in vars(optimizer).items() if k not in replaced} | before
 
 
 def take_place(distributed: Any, refuses: bool) -> None:
@@ -88,11 +91,13 @@ def take_place(distributed: Any, refuses: bool) -> None:
     ``_wfbp_bare`` keeps the original's own methods.
     """
     original = distributed._wfbp_original
-    attributes = own_attributes(original)
-    distributed._wfbp_before = {k: attributes[k] for k in _REPLACED if k in attributes}
-    for name in _REPLACED:
-        vars(original).pop(name, None)
-    vars(original).update(distributed._wfbp_before)
+    attributes = dict(own_attributes(original))
+    for name in vars(original).keys() - attributes.keys():
+        del vars(original)[name]
+    vars(original).update(attributes)
+    distributed._wfbp_watched = own_method_names(original) if refuses else []
+    replaced = (*_REPLACED, *distributed._wfbp_watched)
+    distributed._wfbp_before = {k: attributes[k] for k in replaced if k in attributes}
     distributed._wfbp_bare = {name: getattr(original, name) for name in _REPLACED}
     vars(original)[_WRAPPED] = distributed
     if not refuses:
@@ -109,5 +114,20 @@ def take_place(distributed: Any, refuses: bool) -> None:
         )
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nothing for a scheduler here
+    vars(original).update({n: _watched(distributed, n) for n in distributed._wfbp_watched})
     vars(original).update({name: getattr(distributed, name) for name in _REPLACED})
     vars(original)["step"] = types.MethodType(step, original)
+
+
+def _watched(distributed: Any, name: str) -> Any:
+    """A further method, which averages gradients first unless a method or a step calls it. Programs
+    and their objects may hold the original."""
+    method, calls = getattr(distributed._wfbp_original, name), distributed._wfbp_calls
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if calls and calls[-1]:
+            return method(*args, **kwargs)
+        return distributed._wfbp_call(name, method, *args, **kwargs)
+
+    return call

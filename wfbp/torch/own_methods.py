@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from wfbp.torch import tensors
 
@@ -58,30 +59,46 @@ def is_own_method(optimizer: torch.optim.Optimizer, name: str, value: Any) -> bo
     functions = types.FunctionType, types.MethodType, functools.partial
     return callable(value) and (
         _adds(type(optimizer), name)
-        or object_of(value) is optimizer
+        or isinstance(object_of(value), torch.optim.Optimizer)
         or (isinstance(value, functions) and name in vars(optimizer))
     )
 
 
+def own_method_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the methods that an optimizer's class adds, and of functions that are stored in it;
+    without special methods."""
+    kind = type(optimizer)
+    of_class = {name for each in kind.__mro__ for name in vars(each) if _adds(kind, name)}
+    stored = {
+        name for name, value in vars(optimizer).items() if is_own_method(optimizer, name, value)
+    }
+    names = of_class | {name for name in stored if not hasattr(torch.optim.Optimizer, name)}
+    return sorted(names.difference(_PROTOCOLS))
+
+
 def has_own_methods(optimizer: torch.optim.Optimizer) -> bool:
     """Whether methods beside PyTorch's may use gradients."""
-    return not _is_torchs(type(optimizer)) or any(
-        is_own_method(optimizer, name, value) and not hasattr(torch.optim.Optimizer, name)
-        for name, value in vars(optimizer).items()
-    )
+    return not _is_torchs(type(optimizer)) or bool(own_method_names(optimizer))
 
 
-def derived(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A class whose own methods are looked up on the object, as if it had been asked for them."""
+def hidden_names(kind: type[torch.optim.Optimizer], base: type) -> list[str]:
+    """Methods of an optimizer's class that those of another base class hide."""
+    names = {name for each in base.__mro__ for name in vars(each) if not name.startswith("_")}
+    return sorted(name for name in names if _adds(kind, name))
 
-    def looked_up(name: str) -> Call:
+
+def looked_up(kind: type[torch.optim.Optimizer]) -> dict[str, Call]:
+    """For a class derived from an optimizer's: its further methods, which are looked up on the
+    object, as if it had been asked for them."""
+
+    def look_up(name: str) -> Call:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self._wfbp_read(name)(*args, **kwargs)
 
         return functools.update_wrapper(method, getattr(kind, name))
 
     names = {name for each in kind.__mro__ for name in vars(each) if _adds(kind, name)}
-    return type(kind.__name__, (kind,), {n: looked_up(n) for n in names}) if names else kind
+    return {name: look_up(name) for name in names}
 
 
 def resumed_by(call: Callable[[Call], Call], result: Any) -> Any:
@@ -162,7 +179,10 @@ def differentiable(mine: Any, combined: Any, has_run_backward: Callable[[], bool
                 "backward() instead, in the closure or on the loss that it returns"
             )
 
-    if not (isinstance(mine, torch.Tensor) and mine.requires_grad and mine is not combined):
-        return combined
-    with torch.enable_grad():
-        return _CombinedLoss.apply(mine, combined, check)  # type: ignore[no-untyped-call]
+    def tied(loss: Any, total: Any) -> Any:
+        if not (isinstance(loss, torch.Tensor) and loss.requires_grad) or loss is total:
+            return total
+        with torch.enable_grad():
+            return _CombinedLoss.apply(loss, total, check)  # type: ignore[no-untyped-call]
+
+    return tree_map(tied, mine, combined)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,36 @@ _FETCH_BYTES = 256 << 20
 
 _MARK = torch.empty(0)
 """A key of the state where other ranks alone have state of shards."""
+
+
+class SharedOutState(UserDict[Any, Any]):
+    """An optimizer's state while ranks hold shards of it, for the program. To look for the state of
+    a sharded parameter is an error: this rank does not have it, and would not use what is put
+    there."""
+
+    def __init__(self, sharding: StateSharding, state: State) -> None:
+        self._sharding = sharding
+        self.data = state  # itself
+
+    def _check(self, key: object) -> None:
+        if name := self._sharding.name_of(key):
+            raise RuntimeError(
+                f"optimizer.state of {name} is in shards on all ranks, because the plan decouples "
+                "it. Read optimizer.state_dict(), also to change the state: load it on every rank. "
+                "Or pass optimizer_sharding=False or schedule='oasr' to DistributedOptimizer"
+            )
+
+    def __contains__(self, key: object) -> bool:
+        self._check(key)
+        return key in self.data
+
+    def __getitem__(self, key: Any) -> Any:
+        self._check(key)
+        return self.data[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check(key)
+        self.data[key] = value
 
 
 class StateSharding:
@@ -58,6 +89,7 @@ class StateSharding:
         self._params = params
         self._optimizer = optimizer
         self._names = [spec.name for spec in specs]
+        self._numbers = {id(p): k for k, p in enumerate(params)}
         self._layouts = [tensors.Layout.of(p) for p in params]
         self._counts = [_counts(spec, runtime.size) for spec in specs]
         rank = runtime.rank
@@ -72,6 +104,11 @@ class StateSharding:
 
     def __len__(self) -> int:
         return len(self.shards)
+
+    def name_of(self, key: object) -> str:
+        """The name of a parameter that is sharded now; empty for any other key."""
+        index = self._numbers.get(id(key))
+        return self._names[index] if index in self.shards else ""
 
     def shard(
         self, index: int, reduced: BufferView | None, grad: torch.Tensor | None

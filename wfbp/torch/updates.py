@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_map_only
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.step import BufferView
 from wfbp.torch import tensors
+from wfbp.torch.original import own_attributes
 from wfbp.torch.pending import PendingParameters
-from wfbp.torch.state_sharding import State, StateSharding
+from wfbp.torch.state_sharding import SharedOutState, State, StateSharding
 
 Reduced = Sequence[BufferView | None]
 
@@ -123,12 +124,15 @@ class Update:
         self.flush()
         return self.sharding.whole_state() if self.sharding else None
 
-    def before_state_is_used(self) -> None:
-        """The program looks up state, which it may keep: no update is left for later any more."""
+    def state_for_use(self, state: State) -> Any:
+        """The state as the program may use and keep it: no update is left for later any more."""
+        if self.sharding is not None and self.sharding.shards:
+            return SharedOutState(self.sharding, state)
         if self.sharding is None and self._reducer.may_decouple:
-            if self._optimizer.state:  # a library may look at it before the first step
+            if state:  # a library may look at it before the first step
                 self.pending.stop("the program uses optimizer.state")
             self.pending.wait_all()
+        return state
 
     def before_another_state(self, state: State) -> None:
         """The optimizer is given other state: updates that are due belong to that before."""
@@ -180,7 +184,7 @@ class Update:
     def _step_shards(self, sharding: StateSharding, reduced: Reduced | None) -> Any:
         reducer, params = self._reducer, self._params
         start = reducer.clock.start_update()
-        self._settings = vars(self._optimizer), self._optimizer.param_groups
+        self._settings = own_attributes(self._optimizer), self._optimizer.param_groups
         addresses = [p.data_ptr() for p in params]
         indices = list(sharding.shards)
         early, count = self._early
@@ -247,7 +251,7 @@ class Update:
             settings = {key: value for key, value in group.items() if key != "params"}
             copied = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), settings)
             groups.append({**copied, "params": list(group["params"])})
-        self._settings = dict(vars(optimizer)), groups
+        self._settings = dict(own_attributes(optimizer)), groups
         # The program may go on with its own gradients where an earlier step left averages.
         grads = [p.grad for p in params if p.grad is not None]
         kept = {grad.data_ptr() for grad in grads if grad.layout is torch.strided}

@@ -21,7 +21,7 @@ from wfbp.torch import tensors
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.original import check_params, named_params, own_attributes, wrapped_of
-from wfbp.torch.own_methods import derived, object_of
+from wfbp.torch.own_methods import hidden_names, looked_up, object_of
 from wfbp.torch.pending import await_all
 
 log = logging.getLogger("wfbp")
@@ -214,7 +214,13 @@ def distribute(
     options = replace(options, sharded_update=bool(sharding) and not why)
     if isinstance(optimizer, optim.SparseAdam):
         sparse_as_dense = False  # it takes no dense gradients
-    made = type(name, (base, derived(type(optimizer))), {})
+    if hidden := hidden_names(type(optimizer), base):
+        whole.warn_once(
+            f"methods of {name}",
+            f"{name} has {', '.join(hidden)}, as distributed optimizers have: theirs are called. "
+            "Give your methods other names",
+        )
+    made = type(name, (base, type(optimizer)), looked_up(type(optimizer)))
     wrapped: DistributedOptimizerBase = made(
         runtime, optimizer, known, options, sparse_as_dense, check_parameters
     )

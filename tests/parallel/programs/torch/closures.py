@@ -97,7 +97,10 @@ def losses_of_a_sum() -> None:
             assert float(optimizer.step(lambda value=value: value)) == wanted
         half = optimizer.step(lambda: torch.tensor(float(wfbp.rank()), dtype=torch.bfloat16))
         assert half.dtype is torch.bfloat16
-        for other in (None, "loss", (1.0, 2.0), torch.ones(2)):
+        for other in (None, "loss", torch.ones(2)):
             assert optimizer.step(lambda other=other: other) is other
+        several = {"losses": (wfbp.rank(), torch.tensor(float(wfbp.rank()))), "kind": "mean"}
+        found = optimizer.step(lambda several=several: several)
+        assert [*map(float, found["losses"]), found["kind"]] == [wanted, wanted, "mean"]
         first = optimizer.step(lambda: 3.0 if wfbp.rank() == 0 else None)
         assert first == (3.0 if wfbp.rank() == 0 else None)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
 
 import torch
 
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.torch.defects import SCHEDULES, Descent, agree, assign, equal, refused
-from tests.parallel.programs.torch.training import averaged, data, pair, square
+from tests.parallel.programs.torch.training import averaged, check_training, data, pair, square
 
 check = Checks()
 
@@ -76,6 +77,53 @@ class Moves(Descent):
         yield
         self.step()
 
+    def function(self) -> Callable[[], object]:
+        return lambda: self.move(1.0)
+
+    @property
+    def kept_property(self) -> Callable[[], object]:
+        return lambda: self.move(1.0)
+
+    async def coroutine(self) -> None:
+        self.move(1.0)
+
+    def scope(self) -> Scope:
+        return Scope(self)
+
+
+class Scope:
+    """An object that holds the optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self.optimizer.move(1.0)
+
+
+class Delegating(torch.optim.Optimizer):
+    """Has all methods of another one."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+        self.state, self.defaults = inner.state, inner.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def run_coroutine(coroutine: Any) -> None:
+    with suppress(StopIteration):
+        coroutine.send(None)
+
 
 def within(run: Callable[[], None], block: Any) -> None:
     with block:
@@ -99,12 +147,17 @@ AFTER: dict[str, Callable[[Any], object]] = {
     "call": lambda opt: opt(),
     "by the class": lambda opt: type(opt).move(opt, 1.0),
     "bound before": lambda opt: functools.partial(getattr(opt, "move"), 1.0)(),  # noqa: B009
+    "by the original": lambda opt: getattr(opt, "_wfbp_original", opt).move(1.0),
+    "function that is returned": lambda opt: opt.function()(),
+    "property": lambda opt: opt.kept_property(),
+    "coroutine": lambda opt: run_coroutine(opt.coroutine()),
     "the optimizer itself": lambda opt: opt.move(0.5).move(0.5),
 }
 AROUND: dict[str, Callable[[Any, Callable[[], None]], None]] = {
     "with block": lambda opt, run: within(run, opt),
     "context manager": lambda opt, run: within(run, opt.updating()),
     "context manager that steps": lambda opt, run: within(run, opt.stepping()),
+    "object that holds it": lambda opt, run: within(run, opt.scope()),
     "generator": lambda opt, run: by_turns(run, opt.twice()),
 }
 
@@ -148,6 +201,20 @@ def own_methods_of_every_form() -> None:
                     update(how, each, run)
             equal(model, reference, f"{how}, step {step}")
         agree(model, how)
+
+
+@check
+def methods_of_an_optimizer_inside() -> None:
+    model, reference = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Delegating(Moves(model.parameters())))
+    plain = Moves(reference.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.move(1.0)
+        averaged(reference, square, step, wfbp.size())
+        plain.move(1.0)
+        equal(model, reference, f"step {step}")
 
 
 @check
@@ -258,3 +325,257 @@ def losses_that_an_optimizer_differentiates() -> None:
     optimizer = wfbp.DistributedOptimizer(DifferentiatesItself(model.parameters()))
     assert refused(lambda: optimizer.step(lambda: loss_of(model, 0)), "closure's loss", "averaged")
     optimizer.zero_grad()
+
+
+class UsesItsOwn(Descent):
+    """Updates by something that differs between ranks, in different ways."""
+
+    @property
+    def norm(self) -> float:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        return float(torch.stack([grad.norm() for grad in grads if grad is not None]).sum())
+
+    @torch.no_grad()
+    def move(self, loss: torch.Tensor) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(3.0 * loss.item() * p.grad)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, noise: bool = False) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if noise:
+                    p.add_(0.1 * (1 + wfbp.rank()) * torch.ones_like(p))
+        return super().step(closure)
+
+
+def by_a_property(optimizer: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + optimizer.norm)
+    optimizer.step()
+
+
+def by_a_loss(optimizer: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    optimizer.move(loss)
+
+
+def by_noise(optimizer: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    optimizer.step(noise=True)
+
+
+@check
+def updates_by_what_ranks_have_for_themselves() -> None:
+    """One error on all ranks, unless the program says that ranks may differ."""
+    for update in (by_a_property, by_a_loss, by_noise):
+        for checks in (True, False):
+            model, _ = pair()
+            optimizer = wfbp.DistributedOptimizer(
+                UsesItsOwn(model.parameters()), check_parameters=checks
+            )
+            for step in range(2 * STEPS):
+                optimizer.zero_grad()
+                # Settings are compared before the first step.
+                how = by_noise if update is by_a_property and not step else update
+                act = functools.partial(how, optimizer, loss_of(model, step))
+                if refused(act, "parameters have drifted apart", "wfbp.allreduce()"):
+                    break
+            assert (step < 2 * STEPS - 1) == checks, update.__name__
+            optimizer.zero_grad()
+
+
+@check
+def rounding_is_no_drift() -> None:
+    """Unlike processors may round otherwise; what is more than that is told, or an error."""
+    for change, told, fails in ((4e-16, 0, False), (1e-8, 1, False), (1e-1, 0, True)):
+        warned: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, warned=warned: warned.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("wfbp").addHandler(handler)
+        model, _ = pair()
+        optimizer = wfbp.DistributedOptimizer(Moves(model.parameters()))
+        failed = False
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            failed |= refused(optimizer.step, "parameters have drifted apart")
+            if step == 1:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(1 + change * (wfbp.rank() == 1))
+        logging.getLogger("wfbp").removeHandler(handler)
+        drifted = [text for text in warned if "drifted apart" in text]
+        assert len(drifted) == (told if wfbp.rank() == 0 else 0), (change, warned)
+        assert failed == fails, change
+        optimizer.zero_grad()
+
+
+class Reports(Descent):
+    """Has a method whose name is taken."""
+
+    def report(self) -> str:
+        return "mine"
+
+
+@check
+def parameters_that_change_without_a_step() -> None:
+    """Gradients that are cleared each time are told; so are methods that cannot be called."""
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wfbp").addHandler(handler)
+    model, _ = pair()
+    optimizer = wfbp.DistributedOptimizer(Reports(model.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.1 * p.grad)
+    optimizer.zero_grad()
+    optimizer.zero_grad()
+    logging.getLogger("wfbp").removeHandler(handler)
+    for text in ("cleared without being averaged", "Reports has report, as distributed"):
+        assert sum(text in each for each in warned) == (wfbp.rank() == 0), (text, warned)
+
+
+class Registered(Descent):
+    """Knows its subclasses by name."""
+
+    classes: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, /, kind: str, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        assert kind not in cls.classes
+        cls.classes.append(kind)
+
+
+class Once(Registered, kind="once"): ...
+
+
+@check
+def classes_that_register_themselves() -> None:
+    model, _ = pair()
+    check_training(model, square, Once, steps=STEPS)
+    assert Registered.classes == ["once"]
+
+
+class Searches(Descent):
+    """Calls its closure with arguments."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        first, kind = torch.enable_grad()(closure)(backward=True)
+        assert kind == "loss"
+        super().step()
+        return first, closure(backward=False)[0]
+
+
+@check
+def closures_with_arguments() -> None:
+    model, reference = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Searches(model.parameters()))
+    plain = Descent(reference.parameters())
+    for step in range(STEPS):
+
+        def closure(backward: bool, step: int = step) -> tuple[torch.Tensor, str]:
+            loss = loss_of(model, step)
+            if backward:
+                optimizer.zero_grad()
+                loss.backward()
+            return loss, "loss"
+
+        losses = optimizer.step(closure)
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+        equal(model, reference, f"step {step}")
+        for loss in losses:
+            assert len(set(map(float, wfbp.allgather(loss.detach().reshape(1))))) == 1
+
+
+@check
+def steps_in_inference_mode() -> None:
+    for schedule in SCHEDULES:
+        for set_to_none in (True, False):
+            model, reference = pair()
+            optimizer = wfbp.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), 0.1), schedule=schedule
+            )
+            plain = torch.optim.SGD(reference.parameters(), 0.1)
+            for step in range(2 * STEPS):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                square(model, wfbp.rank(), step)
+                with torch.inference_mode():
+                    optimizer.step()
+                averaged(reference, square, step, wfbp.size())
+                plain.step()
+                equal(model, reference, f"{schedule}, step {step}")
+
+
+class Given(Descent):
+    """Steps by gradients that it is given."""
+
+    @torch.no_grad()
+    def step(self, grads: Any) -> None:  # type: ignore[override]
+        for p, grad in zip(self.param_groups[0]["params"], grads["grads"], strict=True):
+            p.sub_(0.1 * grad)
+
+
+@check
+def arguments_of_step_with_tensors() -> None:
+    model, _ = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Given(model.parameters()))
+    params = list(model.parameters())
+    own = torch.autograd.grad(loss_of(model, 0), params)
+    optimizer.step({"grads": [wfbp.allreduce(grad) for grad in own]})
+    agree(model)
+    assert refused(lambda: optimizer.step({"grads": own}), "different arguments")
+    assert refused(lambda: optimizer.step({"grads": own, "f": float}), "function")
+    optimizer.zero_grad()
+
+
+@check
+def state_of_sharded_parameters() -> None:
+    """To look for it is an error; ``state_dict()`` has it."""
+    model, _ = pair()
+    adam = torch.optim.Adam(model.parameters())
+    optimizer = wfbp.DistributedOptimizer(adam, schedule="independent")
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+    param = model[0].weight
+    assert optimizer.report()["schedule"] == "independent"
+    for act in (
+        lambda: optimizer.state[param],
+        lambda: param in optimizer.state,
+        lambda: optimizer.state.get(param),
+        lambda: optimizer.state.update({param: {}}),
+    ):
+        assert refused(act, "in shards", "optimizer.state_dict()")
+    assert len(list(optimizer.state.items())) == len(optimizer.state)
+    optimizer.state = optimizer.state
+    assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+
+
+@check
+def gradients_that_are_written_where_pytorch_counts_nothing() -> None:
+    """Before a further method they are averaged, as those that PyTorch counts."""
+    model, reference = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Moves(model.parameters()))
+    plain = Moves(reference.parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for step in range(STEPS):
+        for p, grad in zip(
+            model.parameters(),
+            torch.autograd.grad(loss_of(model, step), list(model.parameters())),
+            strict=True,
+        ):
+            p.grad.data.copy_(grad)  # type: ignore[union-attr]
+        optimizer.move(1.0)
+        averaged(reference, square, step, wfbp.size())
+        plain.move(1.0)
+        equal(model, reference, f"step {step}")
