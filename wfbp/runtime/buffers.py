@@ -339,7 +339,7 @@ def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]
     return itemgetter(*indices) if indices else lambda values: ()
 
 
-@lru_cache(4 * STEP_CYCLE)
+@lru_cache(2 * STEP_CYCLE * NUM_MARKS)
 def step_flags(number: int, call: int | None, mark: int | None) -> tuple[bool, ...]:
     """Per bit of each, whether it is set, and whether it is not: so a sum shows that ranks differ.
     Of a number that is None, all flags are False, which agrees with any."""

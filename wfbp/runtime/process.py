@@ -298,7 +298,9 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
         )
     where = [(host, cores) for _, _, host, cores, _ in payloads]
     runtime.core_sharers = where.count(where[runtime.rank])
-    runtime.thread.loop.waiter.crowded = runtime.core_sharers > num_cores()
+    host, own = where[runtime.rank]
+    sharers = sum(there == host and not set(own).isdisjoint(cores) for there, cores in where)
+    runtime.thread.loop.waiter.crowded = sharers > num_cores()
     note_threads(runtime, num_threads())
     native.use_threads(min(_MOST_THREADS, num_cores() // runtime.core_sharers))
     if runtime.rank == 0:

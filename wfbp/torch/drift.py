@@ -1,13 +1,15 @@
 """Detects that the parameters of ranks drift apart.
 
 Ranks start with equal parameters and step by equal averages, so their parameters stay equal, unless
-a program updates them by gradients, losses or random numbers of one rank. After each update one
-parameter is sampled, and a few bits of the sample's checksum travel in the flags of the next step.
-If these differ, ranks compare the samples. Rounding errors of unlike processors are no drift.
+a program updates them by gradients, losses or random numbers of one rank. After each update (on a
+device after some) one parameter is sampled, and a few bits of the sample's checksum travel in the
+flags of the next step. If these differ, ranks compare the samples. Rounding errors of unlike
+processors are no drift.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Sequence
 
@@ -38,10 +40,12 @@ class Drift:
         self._runtime = runtime
         self._reducer = reducer
         self._params = params
+        trained = [k for k, p in enumerate(params) if p.requires_grad]
+        self._indices = trained or range(len(params))
         self._first = 0
         """The step from which on to sample: after small differences, ranks sample less often."""
         self._pause = 1
-        self._chosen = 0
+        self._chosen = self._indices[0]
         self._sample = b""
         self._discarded: list[torch.Tensor] = []
 
@@ -49,10 +53,10 @@ class Drift:
         """Parameters have been updated, and are whole. Ranks choose the same one, because they have
         ended equally many steps."""
         self._discarded.clear()
-        number, params = self._reducer.num_steps, self._params
-        self._chosen = number % len(params)
-        param = params[self._chosen]
-        every = 1 if param.device.type == "cpu" else _DEVICE_EVERY
+        number, indices = self._reducer.num_steps, self._indices
+        every = 1 if self._params[0].device.type == "cpu" else _DEVICE_EVERY
+        self._chosen = indices[number // every % len(indices)]
+        param = self._params[self._chosen]
         if number < self._first or number % every:
             self.forget()
             return
@@ -65,7 +69,7 @@ class Drift:
 
     def note_discard(self) -> None:
         """Gradients are cleared that no step has averaged. Warn if parameters change between."""
-        samples, sample = self._discarded, tensors.sample(self._params[0])
+        samples, sample = self._discarded, tensors.sample(self._params[self._indices[0]])
         if not (samples and torch.equal(samples[-1], sample)):
             samples.append(sample)
         if len(samples) > _MOST_DISCARDS:
@@ -81,8 +85,14 @@ class Drift:
         """After a step with different marks: the error, the same on every rank, if parameters
         differ by much more than rounding. Collective."""
         reducer, dtype = self._reducer, self._params[self._chosen].dtype
-        payloads = reducer.exchange(self._sample, "parameters that differ")
-        by_rank = {r: _values(payload, dtype) for r, payload in enumerate(payloads) if payload}
+        index = struct.pack("I", self._chosen)
+        payloads = reducer.exchange(index + self._sample, "parameters that differ")
+        samples = [text.removeprefix(index) for text in payloads]  # they have chosen the same
+        by_rank = {
+            rank: _values(sample, dtype)
+            for rank, (sample, text) in enumerate(zip(samples, payloads, strict=True))
+            if sample and len(sample) < len(text)
+        }
         self.forget()
         self._first, self._pause = reducer.num_steps + self._pause, 2 * self._pause
         if len(by_rank) < 2:

@@ -173,10 +173,11 @@ def _plain(value: Any) -> Any:
 
 
 def combined_losses(reducer: Reducer, result: Any, average: bool, joined: bool = False) -> Any:
-    """The result of a closure, with the sum or average over the ranks instead of each real number
-    in it. Ranks that have ``joined`` have no data, and count as zero."""
+    """The result of a closure, with the sum or average over the ranks instead of each loss in it.
+    Ranks that have ``joined`` have no data, and count as zero."""
     leaves, structure = tree_flatten(result)
-    numbers = [] if joined else [_number(leaf) for leaf in leaves]
+    is_bare = bool(leaves) and leaves[0] is result
+    numbers = [_number(leaf) if is_bare or _is_loss(leaf) else None for leaf in leaves]
     mine = [number for number in numbers if number is not None]
     packed = _JOINED if joined else struct.pack(f"{len(mine)}d", *mine)
     payloads = reducer.exchange(packed, "the loss of step(closure)")
@@ -193,6 +194,13 @@ def combined_losses(reducer: Reducer, result: Any, average: bool, joined: bool =
         if number is not None:
             leaves[place] = _as(leaves[place], next(combined))
     return tree_unflatten(leaves, structure)
+
+
+def _is_loss(value: Any) -> bool:
+    """Of the values in a container: not predictions, labels or counts."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and value.is_floating_point()
+    return isinstance(value, float)
 
 
 def _number(value: Any) -> float | None:

@@ -12,6 +12,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.drift import Drift
 from wfbp.torch.forward_profiler import ForwardProfiler
-from wfbp.torch.own_methods import Differentiation, has_own_methods
+from wfbp.torch.own_methods import Differentiation, has_own_methods, own_method_names
 from wfbp.torch.state_sharding import StateSharding
 from wfbp.torch.updates import Reduced, Update
 
@@ -288,7 +289,7 @@ class OptimizerSync:
         self._left: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * len(params)
         """Gradients and their versions, as they were when no new ones were there."""
         self._left_samples: dict[int, torch.Tensor] = {}
-        self._differentiation: Differentiation | None = None  # of the method that ran last
+        self._differentiations: list[Differentiation] = []  # of methods that run
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(params):
             if param.requires_grad:
@@ -306,7 +307,7 @@ class OptimizerSync:
         if force or has_own_methods(self.optimizer):
             grads = [param.grad for param in self._params]
             self._left = [g if g is None else (weakref.ref(g), g._version) for g in grads]
-            self._left_samples = self._sample_some()
+            self._left_samples = {} if force else self._sample_some()
 
     def _changed(self) -> Iterator[torch.Tensor | None]:
         """Gradients that are not as they were when last noted."""
@@ -320,10 +321,18 @@ class OptimizerSync:
                 yield grad
 
     def _sample_some(self) -> dict[int, torch.Tensor]:
-        """Samples of a few gradients, by index."""
+        """Samples of a few gradients, by index, if methods may meet them. (The host would wait for
+        those of a device.)"""
         params = self._params
+        if params[0].device.type != "cpu" or not own_method_names(self.optimizer):
+            return {}
         chosen = range(0, len(params), max(1, len(params) // _SAMPLED_GRADIENTS))
-        return {k: tensors.sample(grad) for k in chosen if (grad := params[k].grad) is not None}
+        grads = {k: params[k].grad for k in chosen}
+        return {
+            k: tensors.sample(grad)
+            for k, grad in grads.items()
+            if grad is not None and grad.layout is torch.strided
+        }
 
     def has_new(self) -> bool:
         """Whether gradients have appeared since they were noted, by backward or as the program has
@@ -389,18 +398,21 @@ class OptimizerSync:
             )
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
-    def differentiation(self) -> Differentiation:
-        """Notices what a method of the optimizer computes, within a ``with`` block."""
-        self._differentiation = Differentiation(self._params)
-        return self._differentiation
+    @contextmanager
+    def differentiation(self) -> Iterator[Differentiation]:
+        """While a method of the optimizer runs: detects what it computes."""
+        with Differentiation(self._params) as found:
+            self._differentiations.append(found)
+            try:
+                yield found
+            finally:
+                self._differentiations.remove(found)
 
     def average_within(self, closing_call: int) -> None:
         """Average the gradients of a backward pass that a method of the optimizer has run."""
         if cleared := self._guard.check(self._params):
             self._guard.refuse(cleared[0], "used, or cleared,")
         self.synchronize(closing_call)
-        if self._differentiation is not None:
-            self._differentiation.happened = False  # it was this backward pass
 
     def _announce(self, index: int, grad: torch.Tensor) -> None:
         """Announce a gradient that cannot be sent as it is."""
@@ -463,6 +475,8 @@ class OptimizerSync:
         reducer.sparse = sorted(sparse)
         reduced = reducer.synchronize(whole)
         self._check_drift()
+        for found in self._differentiations:
+            found.happened = False  # it was a backward pass, or is averaged now
         self._sparse.clear()
         self._unsent.clear()
         self._guard.clear()
@@ -593,11 +607,15 @@ class OptimizerSync:
             self._check_parameters = False  # where it only warns
             self._on_difference(error)
 
+    def forget_parameters(self) -> None:
+        """Do not compare parameters at the next step, unless they are noted again."""
+        self._drift.forget()
+
     def note_parameters(self) -> None:
         """Parameters have been updated: watch that ranks keep the same."""
         # While some travel, or ranks have joined, they are not to be compared.
         if self._alone or self.reducer.decoupled or not self._check_parameters:
-            self._drift.forget()
+            self.forget_parameters()
         else:
             self._drift.sample()
 
@@ -608,9 +626,9 @@ class OptimizerSync:
         for name, value in arguments.items():
             if any(map(callable, tree_leaves(value))):
                 raise TypeError(
-                    f"{self._name}: step() was given a function as {name}, and would use what it "
-                    "returns on this rank alone. Only a closure, the first argument, is evaluated "
-                    "on all ranks"
+                    f"{self._name}: step() was given a function or module as {name}, and would use "
+                    "what it returns on this rank alone. Only a closure, the first argument, is "
+                    "evaluated on all ranks"
                 )
         if arguments and not self._alone:
             exchanges.compare_arguments(self.reducer, arguments)
@@ -675,7 +693,7 @@ class OptimizerSync:
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
-        if self.open and not self.reducer.decoupled:
+        if self.open and self._check_parameters and not self.reducer.decoupled:
             self._drift.note_discard()
         self.held = None
         self._is_clipped = False

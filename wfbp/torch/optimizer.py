@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -111,7 +112,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     _wfbp_bare: dict[str, Any]
     """The original's own methods that this object replaces; see :func:`take_place`."""
     _wfbp_before: dict[str, Any]
-    _wfbp_watched: list[str]
+    _wfbp_watched: dict[str, Any]
+    """By name, what it has instead of its further methods."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # Not the user's ``__init_subclass__``, which may register classes by name.
@@ -227,17 +229,29 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             with self._wfbp_within(name):
                 result = method(*args, **kwargs)
         else:
-            self._wfbp_average_for(name, sync)
+            steps = sync.reducer.num_steps
+            averaged = self._wfbp_average_for(name, sync)
+            sync.forget_parameters()
+            end: StopIteration | None = None
             with self._wfbp_within(name), sync.differentiation() as differentiation:
-                result = method(*args, **kwargs)
+                try:
+                    result = method(*args, **kwargs)
+                except StopIteration as error:  # a generator has run to its end
+                    end = error
             self._wfbp_note_gradients(name, differentiation)
+            if averaged or sync.reducer.num_steps > steps:  # else this rank may be alone
+                sync.note_parameters()
+            if end is not None:
+                raise end
         if result is self._wfbp_original:
             return self
-        return resumed_by(functools.partial(functools.partial, self._wfbp_call, name), result)
+        call = functools.partial(functools.partial, self._wfbp_call, name)
+        return resumed_by(call, functools.partial(self._wfbp_within, name), result)
 
-    def _wfbp_average_for(self, name: str, sync: OptimizerSync) -> None:
-        """Average new gradients before a further method runs."""
+    def _wfbp_average_for(self, name: str, sync: OptimizerSync) -> bool:
+        """Average new gradients before a further method runs; whether there are averages."""
         sync.update.make_whole()
+        has_averages = True
         if self._wfbp_has_new(sync):
             # A rank without gradients continues, and would meet this step in its next call.
             try:
@@ -254,10 +268,14 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             if sync.held is not None:
                 sync.synchronize()
             self._wfbp_sync_state = SyncState.OWN_METHOD
+        else:
+            has_averages = False
         sync.note_gradients()
+        return has_averages
 
     def _wfbp_note_gradients(self, name: str, differentiation: Differentiation) -> None:
-        """After a further method, only gradients that it has set by differentiation are new."""
+        """After a further method, only gradients that it has set by differentiation are new;
+        ``RuntimeError`` if it has used them."""
         sync = self._wfbp_sync
         if sync is None:
             return
@@ -269,7 +287,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 f"them by wfbp.allreduce(), and call {name}() inside 'with "
                 "optimizer.skip_synchronize():'"
             )
-        sync.note_parameters()
         if not (differentiation.happened and sync.has_new()):
             sync.note_gradients()
 
@@ -305,7 +322,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def state(self) -> Any:
         """The state by parameter, after all updates that are due.
 
-        If ranks update shards, each holds its shards only; :meth:`state_dict` has the whole.
+        If ranks update shards, each holds its shards only; :meth:`state_dict` has the whole, and
+        to look for the state of such a parameter here is a ``RuntimeError``.
         """
         state = self._wfbp_original.state
         if self._wfbp_sync is None:
@@ -465,7 +483,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         Args:
             closure: computes the loss of this rank's data and its gradients; called by the
                 optimizer, as often as it likes, on every rank alike. The optimizer is given the
-                loss of all ranks, averaged (or added up, with ``op=Sum``) as the gradients are.
+                loss of all ranks, averaged (or added up, with ``op=Sum``) as the gradients are. In
+                a tuple, list or dict, floats and floating tensors without dimensions are losses.
             args, kwargs: further arguments of the optimizer's own step, the same on every rank. The
                 optimizer then takes one step with whole parameters.
 
@@ -476,7 +495,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             RuntimeError: gradients were changed since backward, or a parameter was put into
                 ``param_groups`` without :meth:`add_param_group`.
             TypeError: a further argument is a function, whose result would be this rank's alone.
-            DisagreementError: ranks passed different further arguments.
+            DisagreementError: ranks passed different further arguments, or their parameters have
+                drifted apart.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         sync = self._wfbp_sync
@@ -505,6 +525,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self._wfbp_reduce(sync, whole=bool(further or kwargs))
         try:
             with self._wfbp_within("step"):
+                sync.forget_parameters()
                 result = sync.step(*further, **kwargs)
         finally:
             self._wfbp_sync_state = SyncState.NOBODY
@@ -588,7 +609,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         finally:
             sync.reducer.evaluates = False
         combined = combined_losses(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
-        return differentiable(loss, combined, lambda: sync.open)
+        this = weakref.ref(sync)  # the program may keep the loss
+        return differentiable(loss, combined, lambda: (sync := this()) is None or sync.open)
 
     @_operation
     def state_dict(self) -> dict[str, Any]:

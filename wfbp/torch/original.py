@@ -79,9 +79,11 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     wrapped = wrapped_of(optimizer)
     if wrapped is None:
         return vars(optimizer)
+    watched: dict[str, Any] = wrapped._wfbp_watched
+    own = {k: v for k, v in vars(optimizer).items() if k not in _REPLACED}
+    replaced = [*_REPLACED, *(k for k, v in watched.items() if own.pop(k, None) is v)]
     before: dict[str, Any] = wrapped._wfbp_before
-    replaced = (*_REPLACED, *wrapped._wfbp_watched)
-    return {k: v for k, v in vars(optimizer).items() if k not in replaced} | before
+    return own | {k: before[k] for k in replaced if k in before}
 
 
 def take_place(distributed: Any, refuses: bool) -> None:
@@ -95,8 +97,9 @@ def take_place(distributed: Any, refuses: bool) -> None:
     for name in vars(original).keys() - attributes.keys():
         del vars(original)[name]
     vars(original).update(attributes)
-    distributed._wfbp_watched = own_method_names(original) if refuses else []
-    replaced = (*_REPLACED, *distributed._wfbp_watched)
+    names = own_method_names(original) if refuses else []
+    distributed._wfbp_watched = {name: _watched(distributed, name) for name in names}
+    replaced = (*_REPLACED, *names)
     distributed._wfbp_before = {k: attributes[k] for k in replaced if k in attributes}
     distributed._wfbp_bare = {name: getattr(original, name) for name in _REPLACED}
     vars(original)[_WRAPPED] = distributed
@@ -114,7 +117,7 @@ def take_place(distributed: Any, refuses: bool) -> None:
         )
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nothing for a scheduler here
-    vars(original).update({n: _watched(distributed, n) for n in distributed._wfbp_watched})
+    vars(original).update(distributed._wfbp_watched)
     vars(original).update({name: getattr(distributed, name) for name in _REPLACED})
     vars(original)["step"] = types.MethodType(step, original)
 

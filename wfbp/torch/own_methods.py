@@ -8,9 +8,10 @@ them resumes, and after each of their backward passes. Gradients that they compu
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ from wfbp.torch import tensors
 _PROTOCOLS = ("__call__", "__enter__", "__exit__", "__iter__", "__next__")
 """Special methods that may use gradients. Python looks them up in the class."""
 
-_NOT_METHODS = (property, functools.cached_property, staticmethod, classmethod, type)
+_WITHOUT_CALL = (functools.partialmethod, functools.singledispatchmethod)
+"""Methods that cannot be called in the class."""
 
 _NUM_WATCHED = 4
 
 Call = Callable[..., Any]
+Within = Callable[[], AbstractContextManager[None]]
 
 
 def object_of(function: Any) -> object:
@@ -35,17 +38,23 @@ def object_of(function: Any) -> object:
     return getattr(function, "__self__", None)
 
 
+@functools.cache
+def _methods_of(kind: Any) -> frozenset[str]:
+    """Names of methods that an optimizer's class has, and PyTorch's have not."""
+    names = {name for each in kind.__mro__ for name in vars(each)}
+    return frozenset(name for name in names if _adds(kind, name))
+
+
 def _adds(kind: type[torch.optim.Optimizer], name: str) -> bool:
-    """Whether an optimizer's class has a method of this name that PyTorch's have not."""
-    owner = next((each for each in kind.__mro__ if name in vars(each)), torch.optim.Optimizer)
-    value = vars(owner).get(name)
+    owner = next(each for each in kind.__mro__ if name in vars(each))
+    value = vars(owner)[name]
     return (
         not hasattr(torch.optim.Optimizer, name)
         and not _is_torchs(owner)
         and (name in _PROTOCOLS or not name.startswith("__"))
         and hasattr(value, "__get__")
-        and not hasattr(value, "__set__")
-        and not isinstance(value, _NOT_METHODS)
+        and (callable(value) or isinstance(value, _WITHOUT_CALL))
+        and not isinstance(value, staticmethod | classmethod | type)
     )
 
 
@@ -56,9 +65,10 @@ def _is_torchs(kind: type) -> bool:
 def is_own_method(optimizer: torch.optim.Optimizer, name: str, value: Any) -> bool:
     """Whether an attribute is a method that the optimizer's class adds, or a function that the
     program has stored in the optimizer."""
+    kind: Any = type(optimizer)
     functions = types.FunctionType, types.MethodType, functools.partial
     return callable(value) and (
-        _adds(type(optimizer), name)
+        name in _methods_of(kind)
         or isinstance(object_of(value), torch.optim.Optimizer)
         or (isinstance(value, functions) and name in vars(optimizer))
     )
@@ -67,13 +77,13 @@ def is_own_method(optimizer: torch.optim.Optimizer, name: str, value: Any) -> bo
 def own_method_names(optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of the methods that an optimizer's class adds, and of functions that are stored in it;
     without special methods."""
-    kind = type(optimizer)
-    of_class = {name for each in kind.__mro__ for name in vars(each) if _adds(kind, name)}
+    kind: Any = type(optimizer)
     stored = {
-        name for name, value in vars(optimizer).items() if is_own_method(optimizer, name, value)
+        name
+        for name, value in vars(optimizer).items()
+        if is_own_method(optimizer, name, value) and not hasattr(torch.optim.Optimizer, name)
     }
-    names = of_class | {name for name in stored if not hasattr(torch.optim.Optimizer, name)}
-    return sorted(names.difference(_PROTOCOLS))
+    return sorted((_methods_of(kind) | stored).difference(_PROTOCOLS))
 
 
 def has_own_methods(optimizer: torch.optim.Optimizer) -> bool:
@@ -81,13 +91,13 @@ def has_own_methods(optimizer: torch.optim.Optimizer) -> bool:
     return not _is_torchs(type(optimizer)) or bool(own_method_names(optimizer))
 
 
-def hidden_names(kind: type[torch.optim.Optimizer], base: type) -> list[str]:
+def hidden_names(kind: Any, base: type) -> list[str]:
     """Methods of an optimizer's class that those of another base class hide."""
     names = {name for each in base.__mro__ for name in vars(each) if not name.startswith("_")}
-    return sorted(name for name in names if _adds(kind, name))
+    return sorted(names & _methods_of(kind))
 
 
-def looked_up(kind: type[torch.optim.Optimizer]) -> dict[str, Call]:
+def looked_up(kind: Any) -> dict[str, Call]:
     """For a class derived from an optimizer's: its further methods, which are looked up on the
     object, as if it had been asked for them."""
 
@@ -95,26 +105,31 @@ def looked_up(kind: type[torch.optim.Optimizer]) -> dict[str, Call]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self._wfbp_read(name)(*args, **kwargs)
 
-        return functools.update_wrapper(method, getattr(kind, name))
+        return functools.update_wrapper(method, inspect.getattr_static(kind, name))
 
-    names = {name for each in kind.__mro__ for name in vars(each) if _adds(kind, name)}
-    return {name: look_up(name) for name in names}
+    return {name: look_up(name) for name in _methods_of(kind)}
 
 
-def resumed_by(call: Callable[[Call], Call], result: Any) -> Any:
+def resumed_by(call: Callable[[Call], Call], within: Within, result: Any) -> Any:
     """The result of a method. If it is a generator, or a context manager made of one, this is
-    resumed through ``call``."""
+    resumed through ``call``, or ``within`` a method that averages nothing if it ends early."""
     generator = result if isinstance(result, types.GeneratorType) else getattr(result, "gen", None)
     if not isinstance(generator, types.GeneratorType):
         return result
-    resumed = _resuming(call, generator)
+    resumed = _resuming(call, within, generator)
     if generator is result:
         return resumed
     result.gen = resumed  # of contextlib's
     return result
 
 
-def _resuming(call: Callable[[Call], Call], generator: Any) -> Generator[Any, Any, Any]:
+def _resuming(
+    call: Callable[[Call], Call], within: Within, generator: Any
+) -> Generator[Any, Any, Any]:
+    def throw(error: BaseException) -> Any:  # which this rank may be alone with
+        with within():
+            return generator.throw(error)
+
     resume, value = call(generator.send), None
     while True:
         try:
@@ -124,10 +139,11 @@ def _resuming(call: Callable[[Call], Call], generator: Any) -> Generator[Any, An
         try:
             resume, value = call(generator.send), (yield result)
         except GeneratorExit:
-            generator.close()
+            with within():
+                generator.close()
             raise
-        except BaseException as error:  # this rank may be alone with it: average nothing
-            resume, value = generator.throw, error
+        except BaseException as error:
+            resume, value = throw, error
 
 
 class Differentiation(ExitStack):

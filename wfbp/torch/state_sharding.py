@@ -63,6 +63,13 @@ class SharedOutState(UserDict[Any, Any]):
         self._check(key)
         self.data[key] = value
 
+    def __delitem__(self, key: Any) -> None:
+        self._check(key)
+        del self.data[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        return copy.deepcopy(self.data, memo)
+
 
 class StateSharding:
     """The parameters of an optimizer that are updated shard by shard at present, and their state.

@@ -100,8 +100,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             of the shape of ``p`` and in numbers. ``step()`` may be called for some parameters or
             parts of them, and changes nothing else.
         check_parameters: whether the first step raises ``DisagreementError`` unless parameters have
-            the same values on all ranks. False is for programs whose ranks are to differ: every
-            rank then updates all.
+            the same values on all ranks, and later ones if they drift apart. False is for programs
+            whose ranks are to differ: every rank then updates all.
 
     Returns:
         The distributed optimizer.

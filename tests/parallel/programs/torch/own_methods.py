@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 import wfbp.torch as wfbp
@@ -66,6 +69,13 @@ class Moves(Descent):
     def updating(self) -> Iterator[None]:
         yield
         self.move(1.0)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.move(0.0)
 
     def twice(self) -> Iterator[int]:
         for number in range(2):
@@ -579,3 +589,184 @@ def gradients_that_are_written_where_pytorch_counts_nothing() -> None:
         averaged(reference, square, step, wfbp.size())
         plain.move(1.0)
         equal(model, reference, f"step {step}")
+
+
+class Lazy:
+    """A cached property, as programs write them."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __get__(self, optimizer: Any, kind: Any) -> Any:
+        return len(optimizer.param_groups) and self.function(optimizer)
+
+
+class Versatile(Descent):
+    """Has further methods that other programs have."""
+
+    count = Lazy(lambda optimizer: len(optimizer.param_groups[0]["params"]))
+
+    def __init__(self, params: Any, transform: Any = None) -> None:
+        super().__init__(params)
+        self.transform = transform or torch.clone
+        self.shift = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(0.1 * self.transform(p.grad))
+        return loss
+
+    def minimize(self, closure: Any) -> Any:
+        return self.step(closure)
+
+    def train(self) -> None: ...
+
+    def log(self) -> int:
+        return 1
+
+    @torch.no_grad()
+    def swap(self, sign: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(2.0**sign)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        self.swap(1.0)
+        try:
+            yield
+        finally:
+            self.swap(-1.0)
+
+
+def train_both(optimizer: Any, model: Any, reference: Any, steps: Any, where: str) -> None:
+    plain = Descent(reference.parameters())
+    for step in steps:
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+        equal(model, reference, f"{where}, step {step}")
+
+
+@check
+def methods_that_one_rank_calls_alone() -> None:
+    """Also before the first step, behind a step that is left out, and as a context manager."""
+    model, reference = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Versatile(model.parameters()))
+    assert optimizer.count == len(list(model.parameters()))
+    if wfbp.rank() == 0:
+        with torch.no_grad():
+            model[0].weight.mul_(2.0)
+    optimizer.train()
+    wfbp.broadcast_parameters(model.state_dict(), root_rank=wfbp.size() - 1)
+    train_both(optimizer, model, reference, range(3), "first")
+    square(model, wfbp.rank(), 99)
+    optimizer.synchronize()
+    if wfbp.rank() == 0:
+        optimizer.log()
+        with optimizer.swapped():
+            pass
+        optimizer.swap(1.0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+    optimizer.zero_grad()
+    train_both(optimizer, model, reference, range(3, 9), "then")
+
+
+@check
+def methods_that_call_step_with_a_closure() -> None:
+    model, reference = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Versatile(model.parameters()))
+    optimizer.outer = lambda closure: (optimizer.log(), optimizer.minimize(closure))
+    plain = Descent(reference.parameters())
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        (optimizer.outer if step % 2 else optimizer.minimize)(closure)
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+        equal(model, reference, f"step {step}")
+
+
+@check
+def functions_that_are_replaced() -> None:
+    """Also where ranks update shards by a copy of the optimizer."""
+    for schedule in SCHEDULES:
+        model, reference = pair()
+        optimizer: Any = wfbp.DistributedOptimizer(
+            Versatile(model.parameters()), schedule=schedule, optimizer_sharding=True
+        )
+        train_both(optimizer, model, reference, range(2 * STEPS), schedule)
+        optimizer.transform = torch.zeros_like
+        before = [p.detach().clone() for p in model.parameters()]
+        square(model, wfbp.rank(), 0)
+        optimizer.step()
+        assert all(map(torch.equal, before, [p.detach() for p in model.parameters()])), schedule
+        optimizer.zero_grad()
+
+
+@check
+def an_exception_within_a_context_manager() -> None:
+    """On one rank: it propagates at once, and this rank does not wait for the others."""
+    model, _ = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Moves(model.parameters()))
+    optimizer.zero_grad()
+
+    def fail() -> None:
+        square(model, wfbp.rank(), 0)
+        raise ZeroDivisionError
+
+    if wfbp.rank() == wfbp.size() - 1:
+        for block in (optimizer, optimizer.updating(), optimizer.guarded()):
+            with pytest.raises(ZeroDivisionError):
+                within(fail, block)
+            optimizer.zero_grad()
+
+
+@check
+def parameters_that_no_gradient_reaches() -> None:
+    """They may hold what a rank has for itself."""
+    model, _ = pair()
+    own = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    optimizer = wfbp.DistributedOptimizer(Versatile([own, *model.parameters()]))
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        own.add_(wfbp.rank() * min(step, 1))
+        optimizer.step()
+    agree(model)
+
+
+@check
+def losses_that_a_program_keeps() -> None:
+    """They keep no optimizer; predictions and counts beside losses stay this rank's."""
+    model, _ = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Versatile(model.parameters()))
+    rank = wfbp.rank()
+
+    def closure() -> tuple[torch.Tensor, torch.Tensor, int]:
+        model.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss, torch.full((1, 1 + rank % 2), float(rank)), rank
+
+    loss, predictions, count = optimizer.step(closure)
+    assert predictions.flatten()[0] == count == rank
+    optimizer.zero_grad()
+    sync = weakref.ref(optimizer._wfbp_sync)
+    del optimizer
+    gc.collect()
+    assert sync() is None
+    assert loss.requires_grad
