@@ -43,7 +43,7 @@ class Drift:
         trained = [k for k, p in enumerate(params) if p.requires_grad]
         self._indices = trained or range(len(params))
         self._first = 0
-        """The step from which on to sample: after small differences, ranks sample less often."""
+        """No samples before this step: after small differences, ranks sample less often."""
         self._pause = 1
         self._chosen = self._indices[0]
         self._sample = b""

@@ -656,7 +656,7 @@ def train_both(optimizer: Any, model: Any, reference: Any, steps: Any, where: st
 
 @check
 def methods_that_one_rank_calls_alone() -> None:
-    """Also before the first step, behind a step that is left out, and as a context manager."""
+    """Also before the first step, after a step that is left out, and as a context manager."""
     model, reference = pair()
     optimizer: Any = wfbp.DistributedOptimizer(Versatile(model.parameters()))
     assert optimizer.count == len(list(model.parameters()))
