@@ -124,6 +124,7 @@ def check_without_a_compiler(python: Path, source: Path) -> None:
     assert "Traceback" not in told
 
 
+@pytest.mark.long  # `make demo` installs from the sources each time, before `make test`
 def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path, quick: dict[str, str]) -> None:
     """Also behind an attempt that has failed. (``make install`` is the editable installation.)"""
     venv.create(tmp_path / "another", symlinks=True)
