@@ -42,6 +42,7 @@ class Drift:
         self._params = params
         trained = [k for k, p in enumerate(params) if p.requires_grad]
         self._indices = trained or range(len(params))
+        self._every = 1 if params[0].device.type == "cpu" else _DEVICE_EVERY
         self._first = 0
         """No samples before this step: after small differences, ranks sample less often."""
         self._pause = 1
@@ -54,7 +55,7 @@ class Drift:
         ended equally many steps."""
         self._discarded.clear()
         number, indices = self._reducer.num_steps, self._indices
-        every = 1 if self._params[0].device.type == "cpu" else _DEVICE_EVERY
+        every = self._every
         self._chosen = indices[number // every % len(indices)]
         param = self._params[self._chosen]
         if number < self._first or number % every:

@@ -268,8 +268,8 @@ class OptimizerSync:
         """Of the last averages, which outlive what was lent if the plan changes."""
         # Data travels in the order that parameters have now, whatever becomes of them.
         self._layouts = [tensors.Layout.of(p) for p in params]
-        on_host = params[0].device.type == "cpu"
-        self._guard = GradientGuard(f"{runtime.where}: {name}", self._names, on_host)
+        self._on_host = params[0].device.type == "cpu"  # to ask a parameter under way would wait
+        self._guard = GradientGuard(f"{runtime.where}: {name}", self._names, self._on_host)
         self._forward = ForwardProfiler(reducer, params)
         self.held: Reduced | None = None
         """Reduced gradients, if ``p.grad`` does not show them all."""
@@ -324,7 +324,7 @@ class OptimizerSync:
         """Samples of a few gradients, by index, if methods may meet them. (The host would wait for
         those of a device.)"""
         params = self._params
-        if params[0].device.type != "cpu" or not own_method_names(self.optimizer):
+        if not (self._on_host and own_method_names(self.optimizer)):
             return {}
         chosen = range(0, len(params), max(1, len(params) // _SAMPLED_GRADIENTS))
         grads = {k: params[k].grad for k in chosen}

@@ -99,7 +99,7 @@ def losses_of_a_sum() -> None:
         assert half.dtype is torch.bfloat16
         for other in (None, "loss", torch.ones(2)):
             assert optimizer.step(lambda other=other: other) is other
-        several = {"losses": (wfbp.rank(), torch.tensor(float(wfbp.rank()))), "kind": "mean"}
+        several = {"losses": (float(wfbp.rank()), torch.tensor(wfbp.rank() + 0.0)), "kind": "mean"}
         found = optimizer.step(lambda several=several: several)
         assert [*map(float, found["losses"]), found["kind"]] == [wanted, wanted, "mean"]
         first = optimizer.step(lambda: 3.0 if wfbp.rank() == 0 else None)
