@@ -7,10 +7,9 @@
 
 Each namespace has as many of the ranks. Two are joined by one link. Three or four are joined to a
 switch (a bridge in a further namespace) by links of that rate. ``run`` makes its own links, removes
-them however it ends, and prints how many bytes each host has sent. With
-``--expect-bytes`` it fails if a host has sent fewer. Benchmarks use this, since an MPI library that
-finds shared memory leaves the link idle while the program runs well. ``--rate unlimited`` leaves
-the link as fast as the machine is.
+them however it ends, and prints how many bytes each host has sent. With ``--expect-bytes`` it fails
+if a host has sent fewer. Benchmarks use this, since an MPI library that finds shared memory leaves
+the link idle while the program runs well. ``--rate unlimited`` sets no limit.
 
 Needs root, iproute2, util-linux, and MPICH whose ``ofi`` module is built in (the wheel's is) or
 Open MPI 5: whichever ``mpiexec`` is beside the Python that runs this.
@@ -152,7 +151,7 @@ class Link:
             options = ["-hosts", ",".join(self.addresses), "-iface", INTERFACE]
             options += ["-launcher", "ssh", "-launcher-exec", str(launcher)]
             options += ["-n", str(ranks), "-ppn", str(ranks_per_host)]
-        return [*inside(self.namespaces[0]), *named(self.namespaces[0]), mpiexec, *options]
+        return [*inside(self.namespaces[0]), *with_hostname(self.namespaces[0]), mpiexec, *options]
 
     def environment(self) -> dict[str, str]:
         """Variables that keep MPI libraries, gloo and NCCL on the link."""
@@ -219,7 +218,7 @@ def inside(namespace: str) -> tuple[str, ...]:
     return "ip", "netns", "exec", namespace
 
 
-def named(namespace: str) -> tuple[str, ...]:
+def with_hostname(namespace: str) -> tuple[str, ...]:
     """The words that run what follows with the name of its host: Open MPI uses shared memory among
     processes whose hosts have the same name."""
     return "unshare", "--uts", "/bin/sh", "-c", f'hostname {namespace} && exec "$@"', "sh"

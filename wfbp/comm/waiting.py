@@ -98,8 +98,8 @@ class Waiter:
 
     @classmethod
     def watching(cls, backend: Backend, **clock: Any) -> Waiter:
-        """A waiter for a backend's works and its duplicates', on this machine. Until it is known
-        better, all ranks of the host are taken to share this rank's cores."""
+        """A waiter for a backend's works and its duplicates', on this machine. It assumes
+        that all ranks of the host share this rank's cores, until ``crowded`` is set."""
         crowded = backend.local_size > num_cores()
         return cls(partial(getattr, backend, "activity"), crowded, **clock)
 

@@ -263,7 +263,7 @@ class GroupBuffer:
         # Also if they were divided, and as bits of bfloat16: more than 0 is yes.
         flags: list[bool] = (reduced > 0).tolist()
         requested, whole, discarded, *steps = flags[len(self._flagged) :]
-        sets = list(map(and_, steps[::2], steps[1::2]))  # bits that some ranks have and some lack
+        differ = list(map(and_, steps[::2], steps[1::2]))  # bits that only some ranks have set
         in_cycle = steps[: 2 * _STEP_BITS : 2]
         agree = in_cycle == [bool(step.number >> k & 1) for k in range(_STEP_BITS)]
         return StepResult(
@@ -271,8 +271,8 @@ class GroupBuffer:
             requested=requested,
             discarded=discarded,
             whole=whole,
-            steps_agree=agree and not any(sets[: _STEP_BITS + _CALL_BITS]),
-            marks_agree=not any(sets[_STEP_BITS + _CALL_BITS :]),
+            steps_agree=agree and not any(differ[: _STEP_BITS + _CALL_BITS]),
+            marks_agree=not any(differ[_STEP_BITS + _CALL_BITS :]),
         )
 
 

@@ -55,12 +55,11 @@ class Drift:
         ended equally many steps."""
         self._discarded.clear()
         number, indices = self._reducer.num_steps, self._indices
-        every = self._every
-        self._chosen = indices[number // every % len(indices)]
-        param = self._params[self._chosen]
-        if number < self._first or number % every:
+        if number < self._first or number % self._every:
             self.forget()
             return
+        self._chosen = indices[number // self._every % len(indices)]
+        param = self._params[self._chosen]
         self._sample = _elements(param).cpu().view(torch.uint8).numpy().tobytes()
         self._reducer.mark = zlib.crc32(self._sample) % NUM_MARKS
 
@@ -79,25 +78,24 @@ class Drift:
                 "discards",
                 f"{self._reducer.who}: gradients of {_MOST_DISCARDS} steps were cleared without "
                 "being averaged over the ranks, and parameters have changed meanwhile. Update them "
-                "by step(), by a method of the optimizer, or behind optimizer.synchronize()",
+                "by step(), by a method of the optimizer, or after optimizer.synchronize()",
             )
 
     def compare(self) -> DisagreementError | None:
         """After a step with different marks: the error, the same on every rank, if parameters
         differ by much more than rounding. Collective."""
-        reducer, dtype = self._reducer, self._params[self._chosen].dtype
-        index = struct.pack("I", self._chosen)
-        payloads = reducer.exchange(index + self._sample, "parameters that differ")
-        samples = [text.removeprefix(index) for text in payloads]  # they have chosen the same
-        by_rank = {
-            rank: _values(sample, dtype)
-            for rank, (sample, text) in enumerate(zip(samples, payloads, strict=True))
-            if sample and len(sample) < len(text)
-        }
+        reducer = self._reducer
+        mine = struct.pack("I", self._chosen) + self._sample if self._sample else b""
+        payloads = reducer.exchange(mine, "parameters that differ")
         self.forget()
         self._first, self._pause = reducer.num_steps + self._pause, 2 * self._pause
-        if len(by_rank) < 2:
+        index = next(filter(None, payloads), b"")[:4]  # ranks have chosen the same, if any
+        sampled = {rank: text[4:] for rank, text in enumerate(payloads) if text[:4] == index}
+        if not index or len(sampled) < 2:
             return None
+        (chosen,) = struct.unpack("I", index)
+        dtype = self._params[chosen].dtype
+        by_rank = {rank: _values(sample, dtype) for rank, sample in sampled.items()}
         values = torch.stack(list(by_rank.values()))
         ranges = values.amax(0) - values.amin(0)
         largest = float(values.abs().max())
@@ -108,11 +106,11 @@ class Drift:
         place = int(ranges.argmax())
         shown = name_values({rank: f"{float(each[place]):g}" for rank, each in by_rank.items()})
         problem = (
-            f"{reducer.who}: parameters have drifted apart: {reducer.specs[self._chosen].name} "
+            f"{reducer.who}: parameters have drifted apart: {reducer.specs[chosen].name} "
             f"differs between ranks by {difference:.1g} of its largest value ({shown}). An update "
             "has used what ranks have for themselves, such as a gradient or loss that was not "
             "averaged, or a random number; or some ranks alone have changed parameters. Average "
-            "such values by wfbp.allreduce(), and read gradients behind optimizer.synchronize(). "
+            "such values by wfbp.allreduce(), and read gradients after optimizer.synchronize(). "
             "For ranks that are to differ, pass check_parameters=False to DistributedOptimizer"
         )
         if difference > max(_MUCH, 2 * rounding):

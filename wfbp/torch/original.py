@@ -109,7 +109,7 @@ def take_place(distributed: Any, refuses: bool) -> None:
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls = distributed._wfbp_calls
-        if calls and calls[-1] not in ("", "step"):  # by a method of its own
+        if calls and calls[-1] not in ("", "step"):  # by one of its methods
             return distributed.step(*args, **kwargs)
         raise RuntimeError(
             f"this {kind} was made into a distributed optimizer, and its own step() would not "
