@@ -43,6 +43,39 @@ def make():
     return Net(), batch
 """
 
+HOROVOD = """
+import torch
+from mpi4py import MPI
+
+is_up = False
+
+def init():
+    global is_up
+    is_up = True
+
+def shutdown():
+    global is_up
+    is_up = False
+
+def is_initialized():
+    return is_up
+
+def DistributedOptimizer(optimizer, named_parameters):
+    class Averaging(type(optimizer)):
+        def __init__(self):
+            super().__init__(optimizer.param_groups)  # the state begins anew, as in Horovod
+
+        def step(self, closure=None):
+            assert is_up, "Horovod was stopped"
+            for group in self.param_groups:
+                for p in group["params"]:
+                    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, p.grad.numpy())
+                    p.grad /= MPI.COMM_WORLD.size
+            super().step(closure)
+
+    return Averaging()
+"""
+
 
 def test_training(mpirun: Mpirun, tmp_path: Path) -> None:
     """A model of the user's own, by all contestants."""
@@ -63,6 +96,19 @@ def test_training(mpirun: Mpirun, tmp_path: Path) -> None:
     assert document["cpu_seconds"].keys() == document["seconds"].keys()
     for key in ("seconds", "cpu_seconds"):
         assert all(seconds > 0 for times in document[key].values() for seconds in times)
+
+
+def test_horovod_runs_only_in_its_own_blocks(mpirun: Mpirun, tmp_path: Path) -> None:
+    """By a package with Horovod's interface, since Horovod itself takes minutes to build."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").touch()
+    (tmp_path / "horovod" / "torch.py").write_text(HOROVOD)
+    words = ("--model", "tiny:make", "--contestants", "horovod", "--rounds", 2, "--json")
+    variables = {**SOON, "PYTHONPATH": f"{launcher.ROOT}:{tmp_path}"}
+    run = mpirun(2, "-m", "wfbp", "bench", "training", *words, env=variables, preloaded="torch")
+    assert run.rc == 0, run
+    assert len(json.loads(run.stdout)["seconds"]["horovod"]) == 2
 
 
 def test_a_contestant_that_trains_something_else_is_told(mpirun: Mpirun, tmp_path: Path) -> None:
