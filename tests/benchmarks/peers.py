@@ -56,6 +56,7 @@ CONTESTANTS = {
     "mpi-flat": "MPI at once",
 }
 """In the order of table and picture."""
+PLAIN_MPI = ("mpi-per-tensor", "mpi-flat")
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "peers.svg"
 NOT_MEASURED = "not available"
 
@@ -175,6 +176,17 @@ def best_ddp(result: dict[str, Any]) -> str:
     return min(ddps, key=lambda name: ddps[name])
 
 
+def best_mpi(times: dict[str, float]) -> float:
+    """Of a row's times, that of the faster program of plain MPI."""
+    return min(times[name] for name in PLAIN_MPI if name in times)
+
+
+def predicted(result: dict[str, Any]) -> float | None:
+    """Milliseconds that wfbp predicts for the plan that it has chosen."""
+    seconds = result.get("reports", {}).get("wfbp-auto", {}).get("predicted_iteration_s")
+    return 1e3 * seconds if seconds else None
+
+
 def ratio(result: dict[str, Any]) -> str:
     """wfbp's time over that of the best DDP: the ratio of medians, quartiles over rounds."""
     ours, theirs = result["seconds"]["wfbp-auto"], result["seconds"][best_ddp(result)]
@@ -194,6 +206,7 @@ class Row(NamedTuple):
         times: milliseconds by contestant, of those that ran.
         cpu: the same, of CPU time.
         ratio: wfbp's time over that of the best DDP, with quartiles.
+        predicted: milliseconds that wfbp predicts for its plan.
     """
 
     link: str
@@ -201,6 +214,7 @@ class Row(NamedTuple):
     times: dict[str, float]
     cpu: dict[str, float]
     ratio: str
+    predicted: float | None = None
 
 
 def rows(results: dict[str, Any]) -> Iterator[Row]:
@@ -210,7 +224,7 @@ def rows(results: dict[str, Any]) -> Iterator[Row]:
             if model in results.get(link, {}):
                 result = results[link][model]
                 times, cpu = medians(result), medians(result, "cpu_seconds")
-                yield Row(link, model, times, cpu, ratio(result))
+                yield Row(link, model, times, cpu, ratio(result), predicted(result))
 
 
 def rows_of_page(text: str) -> list[Row]:
@@ -234,26 +248,26 @@ def rows_of_page(text: str) -> list[Row]:
 
 def markdown(results: dict[str, Any]) -> Iterator[str]:
     """The lines of the table."""
-    headings = ["", "alone", *CONTESTANTS.values(), "wfbp / best DDP", "waiting", "CPU"]
+    ratios = ["wfbp / best DDP", "wfbp / best MPI"]
+    headings = ["", "alone", *CONTESTANTS.values(), *ratios, "predicted", "CPU"]
     yield f"| {' | '.join(headings)} |"
     yield "|---" + "|---:" * (len(headings) - 1) + "|"
-    for link, model, times, cpu, over_ddp in rows(results):
+    for link, model, times, cpu, over_ddp, predicted_ms in rows(results):
         cells = [f"{LINKS[link]}: {MODELS[model]}", f"{times['none']:.0f}"]
         fastest = min(time for name, time in times.items() if name != "none")
         for name in CONTESTANTS:
             text = f"{times[name]:.0f}" if name in times else NOT_MEASURED
             cells.append(f"**{text}**" if times.get(name) == fastest else text)
-        waits = [max(0.0, times[name] - times["none"]) for name in ("wfbp-auto", "ddp-best")]
-        cells.append(over_ddp)
-        cells.append(f"{waits[0]:.0f} / {waits[1]:.0f}")
+        cells += [over_ddp, f"{times['wfbp-auto'] / best_mpi(times):.2f}"]
+        cells.append(f"{predicted_ms:.0f}" if predicted_ms else "-")
         cells.append(f"{cpu['wfbp-auto']:.0f} / {cpu['ddp-best']:.0f}")
         yield f"| {' | '.join(cells)} |"
     yield ""
     yield (
         "Milliseconds per step and rank, medians of interleaved rounds; the fastest is bold. "
         "*Alone* trains without communication. *Best buckets* is DDP's fastest of 1, 5, 25 and "
-        "100 MiB; the ratio has its quartiles over rounds. *Waiting* is the time beyond *alone*, "
-        "*CPU* the CPU time of all threads, each of wfbp / best DDP."
+        "100 MiB; its ratio has quartiles over rounds. *Predicted* is wfbp's forecast for its "
+        "plan. *CPU* is the CPU time of all threads, of wfbp / best DDP."
     )
 
 
@@ -261,7 +275,7 @@ BARS = {
     "wfbp-auto": ("wfbp", "#1f6feb"),
     "ddp": ("DDP, default buckets", "#8b949e"),
     "horovod": ("Horovod", "#d4a72c"),
-    "mpi-per-tensor": ("MPI per tensor", "#b08bd6"),
+    "mpi-best": ("plain MPI, the faster of two", "#b08bd6"),
 }
 """Name and colour of each bar; the line at 1 is DDP with its best buckets."""
 ALONE = "#cf222e"
@@ -272,9 +286,15 @@ HEIGHT = TOP + PLOT + 62
 
 
 def picture(measured: Sequence[Row]) -> str:
-    """Bars of each contestant's time over that of DDP with its best buckets, by link and model."""
+    """Bars of each contestant's time over that of DDP with its best buckets, by link and model.
+
+    It has room for the usual links and models only.
+    """
+    measured = [r for r in measured if r.link in USUAL_LINKS and r.model in USUAL_MODELS]
     ratios = [
-        {name: t / row.times["ddp-best"] for name, t in row.times.items()} for row in measured
+        {name: t / row.times["ddp-best"] for name, t in row.times.items()}
+        | {"mpi-best": best_mpi(row.times) / row.times["ddp-best"]}
+        for row in measured
     ]
     tallest = max(1.0, *(row[name] for row in ratios for name in BARS if name in row)) * 1.05
     scale, base = PLOT / tallest, TOP + PLOT

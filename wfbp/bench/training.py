@@ -103,6 +103,13 @@ class Contestant:
     seconds: list[float] = field(default_factory=list)
     """Per iteration, one number per block; so are the next."""
     cpu_seconds: list[float] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+    """wfbp's own, after the last round: the plan and its prediction."""
+
+    @property
+    def plans(self) -> bool:
+        """Whether it is one of wfbp's optimizers."""
+        return isinstance(self.optimizer, wfbp.torch.DistributedOptimizerBase)
 
     def step(self, batch: Batch) -> None:
         """One training iteration."""
@@ -285,6 +292,8 @@ def run(make: Make, names: Sequence[str], rounds: int, device: str) -> list[Cont
             contestant.cpu_seconds.append(cpu_seconds)
             contestant.finish()
         _say(f"round {number + 1} of {rounds}: {length} iterations each")
+    for contestant in filter(lambda c: c.plans, contestants):
+        contestant.report = contestant.optimizer.report()
     if with_ddp:
         torch.distributed.destroy_process_group()
     wfbp.torch.shutdown()
@@ -312,8 +321,7 @@ def _warm_up(contestant: Contestant, batches: Sequence[Batch]) -> int:
     """Step until the contestant has chosen how to communicate, on every rank."""
     for steps in range(1, MOST_WARM_UP_STEPS + 1):
         contestant.step(batches[steps % len(batches)])
-        plans = isinstance(contestant.optimizer, wfbp.torch.DistributedOptimizerBase)
-        ready = not plans or contestant.optimizer.report()["phase"] == "installed"
+        ready = not contestant.plans or contestant.optimizer.report()["phase"] == "installed"
         if MPI.COMM_WORLD.allreduce(ready, MPI.LAND):
             contestant.finish()
             return steps

@@ -55,19 +55,22 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
         first, middle, third = np.percentile(contestant.seconds, (25, 50, 75))
         cpu_s = statistics.median(contestant.cpu_seconds)
         cells = map(milliseconds, (middle, third - first, cpu_s))
-        rows.append([contestant.name, *cells, f"{middle / base_s:.2f}"])
+        predicted_s = contestant.report.get("predicted_iteration_s")
+        predicted = milliseconds(predicted_s) if predicted_s else "-"
+        rows.append([contestant.name, *cells, predicted, f"{middle / base_s:.2f}"])
     about = benchmark.machine()
     if as_json:
-        times = {
+        measured = {
             "seconds": {c.name: c.seconds for c in results},
             "cpu_seconds": {c.name: c.cpu_seconds for c in results},
+            "reports": {c.name: c.report for c in results if c.report},
         }
-        click.echo(json.dumps({**about, "model": model, "device": device, **times}))
+        click.echo(json.dumps({**about, "model": model, "device": device, **measured}))
         return
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     print_table(
         f"Iterations of {model}",
-        ("<", "median ms", "IQR ms", "CPU ms", f"of {benchmark.REFERENCE}"),
+        ("<", "median ms", "IQR ms", "CPU ms", "predicted ms", f"of {benchmark.REFERENCE}"),
         rows,
         [f"{counted(about['ranks'], 'rank')}; {about['machine']}; {about['mpi']}; {versions}"],
     )
