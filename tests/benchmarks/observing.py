@@ -36,9 +36,8 @@ from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import plan
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.measuring import StepTimes
+from wfbp.runtime.measuring import GroupTime, StepTimes
 from wfbp.runtime.recorder import log_summary, summary
-from wfbp.runtime.step import GroupTime
 from wfbp.runtime.timeline import TraceWriter
 
 BATCH, WIDTH = 64, 256

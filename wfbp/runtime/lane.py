@@ -27,7 +27,7 @@ from wfbp.runtime.step import (
     Gather,
     GradientRef,
     GroupReady,
-    GroupTime,
+    GroupStamps,
     Step,
     StepResult,
 )
@@ -55,7 +55,7 @@ class Lane:
         # The training thread appends and the lane takes: a deque's operations are atomic.
         self.events: deque[GroupReady | Close | Gather] = deque()
         self.reply: Reply[StepResult] = Reply()
-        self.arrivals: Reply[GroupTime] = Reply()
+        self.arrivals: Reply[GroupStamps] = Reply()
         self.polls = memory.polls
         self.open_step = Step(0, [], [], [])  # the current step of training, for describe()
         self._memory = memory
@@ -64,7 +64,7 @@ class Lane:
         self._in_flight: deque[_InFlight] = deque()
         self._step = self.open_step
         self._gather: Gather | None = None
-        self._times: list[GroupTime] = []
+        self._stamps: list[GroupStamps] = []
         self._dependencies: dict[int, Dependencies] = {}
         self._closing = False
 
@@ -185,8 +185,8 @@ class Lane:
         sequencer.close()
         self._closing = True
         if event.step.targets:
-            for time_ in self._times:
-                self.buffers[time_.group].deliver(event.step)
+            for arrived in self._stamps:
+                self.buffers[arrived.group].deliver(event.step)
 
     def _start(self, group: int) -> None:
         memory, buffer = self._memory, self.buffers[group]
@@ -211,11 +211,11 @@ class Lane:
             assert self._gather is not None
             buffer.deliver(self._gather)
         end = self._memory.end_group() if end is None else end
-        times = GroupTime(group, flight.start, flight.packed, end)
+        stamps = GroupStamps(group, flight.start, flight.packed, end)
         if not backward:
-            self.arrivals.put(times)
+            self.arrivals.put(stamps)
             return
-        self._times.append(times)
+        self._stamps.append(stamps)
         if self._closing and self._step.targets:
             buffer.deliver(self._step)
 
@@ -230,7 +230,7 @@ class Lane:
                 "rank must call step(), synchronize(), zero_grad() and the optimizer's own methods "
                 "equally often, in the same order"
             )
-        result.times, self._times = self._times, []
+        result.stamps, self._stamps = self._stamps, []
         self.reply.put(result)
 
     @property

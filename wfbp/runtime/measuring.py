@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from wfbp.comm.memory import Dependencies, Memory, Stamp
-from wfbp.runtime.step import GroupTime
+from wfbp.runtime.step import GroupStamps
 
 _MOST_UPDATES = 4096
 """The number of updates that are kept until a step with gradients follows."""
@@ -16,57 +16,80 @@ Span = tuple[Stamp, Stamp]
 
 
 @dataclass(slots=True)
-class StepTimes:
-    """Moments of one step: stamps, or seconds of ``time.perf_counter``; 0 if it did not happen."""
+class StepStamps:
+    """Stamps of one step, 0 for what did not happen."""
 
-    begun_s: Stamp  # the previous step's results were available
-    ready_s: Sequence[Stamp]  # per tensor of the plan: its gradient existed
-    forward_s: Sequence[Stamp]  # per tensor: its first use in forward, if the adapter can tell
-    forward_end_s: Stamp = 0.0  # if the adapter can tell
-    closed_s: Stamp = 0.0  # the step closed
-    done_s: Stamp = 0.0  # the results were available
-    groups: Sequence[GroupTime] = ()  # of backward
-    gathers: Sequence[GroupTime] = ()  # of forward
-    updates: Sequence[Span] = ()  # by the optimizer, at the step's beginning and in forward
-    waits: Sequence[Span] = ()  # of forward, for all-gathers
+    begun: Stamp  # the previous step's results were available
+    ready: Sequence[Stamp]  # per tensor of the plan: its gradient existed
+    forward: Sequence[Stamp]  # per tensor: its first use in forward, if the adapter can tell
+    forward_end: Stamp  # if the adapter can tell
+    closed: Stamp  # the step closed
+    done: Stamp  # the results were available
+    groups: Sequence[GroupStamps]  # of backward
+    gathers: Sequence[GroupStamps]  # of forward
+    updates: Sequence[Span]  # by the optimizer, at the step's beginning and in forward
+    waits: Sequence[Span]  # of forward, for all-gathers
 
-    def to_seconds(self, at: Callable[[Stamp], float]) -> StepTimes:
-        """The moments of a finished step in seconds, without untimed groups."""
+    def in_seconds(self, at: Callable[[Stamp], float]) -> StepTimes:
+        """The step's times, once it is done, by a function from stamps to seconds."""
 
-        def times(groups: Sequence[GroupTime]) -> list[GroupTime]:
+        def times(groups: Sequence[GroupStamps]) -> list[GroupTime]:
             return [
-                GroupTime(t.group, at(t.start_s), at(t.packed_s), at(t.end_s))
-                for t in groups
-                if t.start_s
+                GroupTime(g.group, at(g.start), at(g.packed), at(g.end)) for g in groups if g.start
             ]
 
-        def spans(pairs: Sequence[Span]) -> list[Span]:
+        def spans(pairs: Sequence[Span]) -> list[tuple[float, float]]:
             return [(at(start), at(end)) for start, end in pairs]
 
         return StepTimes(
-            at(self.begun_s),
-            list(map(at, self.ready_s)),
-            list(map(at, self.forward_s)),
-            at(self.forward_end_s),
-            at(self.closed_s),
-            at(self.done_s),
+            at(self.begun),
+            list(map(at, self.ready)),
+            list(map(at, self.forward)),
+            at(self.forward_end),
+            at(self.closed),
+            at(self.done),
             times(self.groups),
             times(self.gathers),
             spans(self.updates),
             spans(self.waits),
         )
 
-    # Of a step in seconds.
+
+@dataclass(frozen=True, slots=True)
+class GroupTime:
+    """When one group was packed and travelled, in seconds as in :class:`StepTimes`."""
+
+    group: int
+    start_s: float
+    packed_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """The moments of :class:`StepStamps` in seconds of ``time.perf_counter``, or on a device since
+    a second before the step began; 0 for what did not happen. Groups without times are left out."""
+
+    begun_s: float
+    ready_s: Sequence[float]
+    forward_s: Sequence[float]
+    forward_end_s: float = 0.0
+    closed_s: float = 0.0
+    done_s: float = 0.0
+    groups: Sequence[GroupTime] = ()
+    gathers: Sequence[GroupTime] = ()
+    updates: Sequence[tuple[float, float]] = ()
+    waits: Sequence[tuple[float, float]] = ()
 
     @property
     def length_s(self) -> float:
         """Duration of the step."""
-        return float(self.done_s - self.begun_s)
+        return self.done_s - self.begun_s
 
     @property
     def exposed_s(self) -> float:
         """How long training waited for communication."""
-        return float(self.done_s - self.closed_s + self.waited_s)
+        return self.done_s - self.closed_s + self.waited_s
 
     @property
     def packing_s(self) -> float:
@@ -83,9 +106,8 @@ class StepTimes:
         """How long forward waited for all-gathers."""
         return self._length_s(self.waits)
 
-    def _length_s(self, spans: Sequence[Span]) -> float:
-        begun_s: float = self.begun_s
-        return sum((max(0.0, end - max(start, begun_s)) for start, end in spans), 0.0)
+    def _length_s(self, spans: Sequence[tuple[float, float]]) -> float:
+        return sum((max(0.0, end - max(start, self.begun_s)) for start, end in spans), 0.0)
 
 
 NOT_MEASURED = StepTimes(0.0, [], [])
@@ -100,13 +122,13 @@ class Visit:
         self.steps: deque[StepTimes] = deque(maxlen=num_counted)
         self.cold_s: float | None = None  # of the latest step that does not count
 
-    def add(self, stamps: StepTimes) -> bool:
+    def add(self, times: StepTimes) -> bool:
         """Record a step; whether it was the last one."""
         self.left -= 1
         if self.left < (self.steps.maxlen or 0):
-            self.steps.append(stamps)
+            self.steps.append(times)
         else:
-            self.cold_s = stamps.length_s or None
+            self.cold_s = times.length_s or None
         return not self.left
 
 
@@ -120,10 +142,10 @@ class StepClock:
     def __init__(self, memory: Memory, num_tensors: int) -> None:
         self._memory = memory
         self._num_tensors = num_tensors
-        self._kept: deque[StepTimes] = deque()
+        self._kept: deque[StepStamps] = deque()
         self._updates: deque[Span] = deque(maxlen=_MOST_UPDATES)
         self.waits: list[Span] = []
-        self.gathers: list[GroupTime] = []
+        self.gathers: list[GroupStamps] = []
         self.begin(memory.now())
 
     def begin(self, now: Stamp) -> None:
@@ -157,18 +179,18 @@ class StepClock:
         self.closed, dependencies = self._memory.close()
         return dependencies
 
-    def finish(self, tensors: Sequence[int], times: Sequence[GroupTime], done: Stamp) -> None:
+    def finish(self, tensors: Sequence[int], groups: Sequence[GroupStamps], done: Stamp) -> None:
         """Keep the closed step, with the moments of these tensors."""
         ready, forward = self.ready, self._forward
         self._kept.append(
-            StepTimes(
+            StepStamps(
                 self.begun,
                 [ready[k] for k in tensors],
                 [forward[k] for k in tensors],
                 self._forward_end,
                 self.closed,
                 done,
-                times,
+                groups,
                 self.gathers,
                 list(self._updates),
                 self.waits,
@@ -187,9 +209,9 @@ class StepClock:
             kept.clear()
             yield NOT_MEASURED
             return
-        while kept and (len(kept) > memory.lag_steps if measuring else memory.done(kept[0].done_s)):
+        while kept and (len(kept) > memory.lag_steps if measuring else memory.done(kept[0].done)):
             step = kept.popleft()
-            yield step.to_seconds(memory.clock(step.begun_s, step.done_s))
+            yield step.in_seconds(memory.clock(step.begun, step.done))
 
     def forget(self) -> None:
         """Drop finished steps, which ran by another plan."""

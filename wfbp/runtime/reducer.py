@@ -33,7 +33,7 @@ from wfbp.runtime.step import (
     Gather,
     GradientRef,
     GroupReady,
-    GroupTime,
+    GroupStamps,
     Step,
     StepResult,
 )
@@ -403,7 +403,7 @@ class Reducer:
         self.num_steps += 1
         tuner, timeline, recorder = self.tuner, self._runtime.timeline, self.recorder
         # Without details only the length of the step is used.
-        self.clock.finish(self._planned if self._detailed else (), result.times, done)
+        self.clock.finish(self._planned if self._detailed else (), result.stamps, done)
         counting = not (tuner.measuring or tuner.installed)
         for times in self.clock.take(counting, tuner.measuring):
             if recorder is not None:
@@ -598,11 +598,11 @@ class Reducer:
                 start = self.memory.now()
                 label = f"{self._name}: all-gather"
                 try:
-                    time: GroupTime = self._thread.await_reply(self._lane.arrivals, label)
+                    arrival: GroupStamps = self._thread.await_reply(self._lane.arrivals, label)
                 except TakenError:
                     continue
-                self.memory.await_arrival(time.end_s)
-                self.clock.gathers.append(time)
+                self.memory.await_arrival(arrival.end)
+                self.clock.gathers.append(arrival)
                 self.clock.waits.append((start, self.memory.now()))
                 self._num_arrived += 1
 

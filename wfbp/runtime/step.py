@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from wfbp.comm.arrays import Buffer
-from wfbp.comm.memory import Dependencies
+from wfbp.comm.memory import Dependencies, Stamp
 
 
 @dataclass(slots=True)
@@ -57,13 +57,13 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupTime:
-    """When one group was packed and travelled: stamps, or seconds."""
+class GroupStamps:
+    """When one group was packed and travelled."""
 
     group: int
-    start_s: float
-    packed_s: float
-    end_s: float
+    start: Stamp
+    packed: Stamp
+    end: Stamp
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class StepResult:
     whole: bool = False  # whether any rank needs whole gradients
     steps_agree: bool = True  # whether all ranks are at the same step
     marks_agree: bool = True  # whether all ranks that have marked parameters have the same mark
-    times: list[GroupTime] = field(default_factory=list)
+    stamps: list[GroupStamps] = field(default_factory=list)
 
 
 GradientRef = tuple[int, object]

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.measuring import StepTimes
-from wfbp.runtime.step import GroupTime
+from wfbp.runtime.measuring import GroupTime, StepTimes
 from wfbp.runtime.tuning.profile import Profile, combine
 
 
@@ -71,11 +70,10 @@ def test_waits_for_gathers_are_left_out() -> None:
 def test_what_was_over_before_the_step_began_is_no_part_of_it() -> None:
     """The program has forgotten gradients since."""
     updates, waits = [(90.0, 95.0)], [(100.0, 109.0), (108.0, 113.0)]
-    marks = StepTimes(110.0, [112.0], [0.0], 0.0, 114.0, 115.0, updates=updates, waits=waits)
-    stamps = marks.to_seconds(float)
-    assert stamps.update_s == 0.0
-    assert stamps.waited_s == 3.0
-    assert Profile.of([stamps]).ready_s == [0.0], "never negative, which is absent"
+    step = StepTimes(110.0, [112.0], [0.0], 0.0, 114.0, 115.0, updates=updates, waits=waits)
+    assert step.update_s == 0.0
+    assert step.waited_s == 3.0
+    assert Profile.of([step]).ready_s == [0.0], "never negative, which is absent"
 
 
 def test_a_tensor_missing_in_some_steps_is_ready_at_their_close() -> None:
