@@ -294,7 +294,7 @@ class Run:
         ranks = list(self.ranks)
         if step.error:
             ranks = self._failing(step, ranks)
-            if len(step.error_on) >= self.program.ranks and step.error != "retry":
+            if self._fails_everywhere(step) and step.error != "retry":
                 return
         if step.closure:
             self._with_closure(step)
@@ -353,6 +353,9 @@ class Run:
         else:
             raise ValueError(f"zero is {how!r}")
 
+    def _fails_everywhere(self, step: Step) -> bool:
+        return {*step.error_on} >= {*range(self.program.ranks)}
+
     def _failing(self, step: Step, ranks: list[int]) -> list[int]:
         """An exception that the program catches; returns the ranks that go on with this batch."""
         where = "backward" if step.error == "retry" else step.error
@@ -364,7 +367,7 @@ class Run:
                     self.optimizers[k].zero_grad()
             else:
                 raise AssertionError("the program's own exception did not come back")
-        elif not self.parallel and len(step.error_on) >= self.program.ranks:
+        elif not self.parallel and self._fails_everywhere(step):
             for k in step.optimizers:
                 self.optimizers[k].zero_grad()
         if step.error == "retry":
