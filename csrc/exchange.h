@@ -1,9 +1,10 @@
-// Exchanges: collectives in which every rank has a share, cut into chunks of messages.
+// Exchanges: collectives over direct messages, cut into chunks, in which each rank owns a share.
 //
-// If contributions are combined, each rank gets those to its own share (a reduce-scatter). Then
-// results may be sent to all (an all-gather). A chunk has a part of every rank's share, so that all
-// ranks work all the time. If every rank is an agent and shares do not overlap, both stages
-// together send 2 (n - 1) / n of the bytes per rank, like a ring, in two steps.
+// An exchange has up to two stages. In a reduce-scatter, each rank receives the contributions to
+// its share and combines them. In an all-gather, each rank sends its result to the others. Each
+// chunk contains a part of every rank's share, so that all ranks have work all the time. If every
+// rank is an agent and shares do not overlap, the two stages send 2 (n - 1) / n of the bytes per
+// rank, as a ring does, but in two steps.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +22,13 @@
 
 namespace wfbp {
 
-// Memory that is not initialized.
+// Uninitialized memory.
 struct Block {
   std::unique_ptr<std::uint8_t[]> data;
   std::size_t nbytes = 0;
 };
 
-// Blocks that are free; the last one that was used is the first to be used again.
+// Free blocks. The most recently used one is reused first, because caches may still hold it.
 class Scratch {
  public:
   Block take(std::size_t nbytes) {
@@ -37,7 +38,7 @@ class Scratch {
       free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(k));
       return found;
     }
-    // In place of one that is too small, so that there are no more than were in use at once.
+    // Replace a block that is too small, so that the blocks never outnumber those in use at once.
     if (!free_.empty()) free_.erase(free_.begin());
     return {std::unique_ptr<std::uint8_t[]>(new std::uint8_t[nbytes]), nbytes};
   }
@@ -59,43 +60,44 @@ struct Message {
   bool incoming;
 };
 
-// Contributions to one piece of memory, and where they are combined.
+// The contributions to one result, and the memory for it.
 struct Piece {
   std::vector<const std::uint8_t*> contributions;
   std::uint8_t* result;
   std::size_t count;
 };
 
-// Messages of one tag, then perhaps a reduction of what has arrived, then perhaps more messages.
+// Messages with one tag. Once they have ended, received data may be reduced, and a second stage of
+// messages may follow.
 struct Transfer {
   std::uintptr_t comm;
   int tag;
   std::vector<Message> messages;
   Reduction reduction;
   std::vector<Piece> pieces;
-  std::vector<Message> then;  // under the tag behind `tag`
+  std::vector<Message> then;  // the second stage, with tag + 1
 
-  std::size_t missing = 0;  // messages of this stage under way
-  std::size_t ended = 0;    // messages that have ended
+  std::size_t missing = 0;  // messages of this stage that are under way
+  std::size_t ended = 0;    // messages that have ended, in both stages
   bool last_stage = false;
   bool done = false;
 
-  // Of a chunk of an exchange.
+  // Set if this transfer is a chunk of an exchange.
   std::shared_ptr<Exchange> exchange;
-  Block scratch;  // what arrives
+  Block scratch;  // receives the other agents' contributions
   std::size_t nbytes = 0;
 };
 
-// Consecutive arrays that replace one buffer.
+// Arrays that together form one logical buffer, in ascending order of their starts.
 struct Arrays {
   struct Array {
-    std::size_t start;  // its first element's number in the buffer
+    std::size_t start;  // index of its first element in the buffer
     std::uint8_t* data;
     std::size_t count;
   };
   std::vector<Array> arrays;
 
-  // Calls act(data, count) for each piece of these elements.
+  // Calls act(data, count) for each contiguous piece of the elements from `first` to `last`.
   template <class Act>
   void between(std::size_t first, std::size_t last, std::size_t item, Act act) const {
     auto at = std::upper_bound(arrays.begin(), arrays.end(), first,
@@ -109,7 +111,7 @@ struct Arrays {
   }
 };
 
-// The elements for which a rank is responsible.
+// The elements that a rank owns: it combines them, or contributes them to an all-gather.
 struct Share {
   int owner;
   std::size_t start, stop;
@@ -117,17 +119,17 @@ struct Share {
 
 struct Window;
 
-// One collective. Ranks agree on shares, tags and the places where arrays are cut.
+// One collective. Shares, tags and the boundaries of arrays must be equal on all ranks.
 struct Exchange {
   std::shared_ptr<Window> window;
   std::uintptr_t comm;
-  std::vector<int> tags;  // one per chunk; its second stage has the tag after it
+  std::vector<int> tags;  // one per chunk, whose second stage uses tag + 1
   int rank;
-  std::vector<int> agents;    // contribute to this rank's share, in this order; it is one of them
-  std::vector<Share> shares;  // in the order in which messages start
-  Arrays sources;             // this rank's contributions; empty if nothing is combined
-  Arrays results;             // one array, if anything is
-  bool gathers;               // every rank gets all results
+  std::vector<int> agents;    // contribute to this rank's share, in this order; includes this rank
+  std::vector<Share> shares;  // in the order in which their messages start
+  Arrays sources;             // this rank's contributions; empty in a plain all-gather
+  Arrays results;             // a single array if contributions are combined
+  bool gathers;               // whether the all-gather stage follows
   Reduction reduction;
 
   std::size_t num_started = 0, num_over = 0;  // chunks
@@ -144,7 +146,7 @@ struct Exchange {
     return count * reduction.item;
   }
 
-  // Throw unless the chunks can be sent.
+  // Throws if the arguments do not describe an exchange that MPI can send.
   void check() const {
     if (tags.empty()) throw std::invalid_argument("an exchange has no chunk");
     if (place_of_rank() == agents.size()) {
@@ -163,7 +165,7 @@ struct Exchange {
     }
   }
 
-  // Count a chunk that is over; whether that was the last one.
+  // Counts a chunk that has ended. Returns whether it was the last one.
   bool end_chunk() { return done = ++num_over == tags.size(); }
 
   std::shared_ptr<Transfer> next(Scratch& scratch) {
@@ -197,7 +199,7 @@ struct Exchange {
   }
 
  private:
-  // The other agents, the next one first: ranks start with different ones.
+  // The other agents, from the next one on, so that ranks do not all begin with the same one.
   std::vector<int> others() const {
     const auto own = agents.begin() + static_cast<std::ptrdiff_t>(place_of_rank());
     std::vector<int> found(own + 1, agents.end());
@@ -219,7 +221,7 @@ struct Exchange {
                    });
   }
 
-  // Contributions to this rank's own share, and where they are combined.
+  // Adds this rank's own share: messages for the contributions of others, and pieces to combine.
   void receive(const Share& share, std::size_t chunk, Transfer& made, Scratch& scratch) const {
     const std::size_t item = reduction.item;
     const std::size_t begin = first(share, chunk), end = first(share, chunk + 1);
@@ -246,10 +248,10 @@ struct Exchange {
   }
 };
 
-// Which chunks may be under way: those of one communicator, which start in order on every rank.
+// Limits the chunks under way on one communicator. Chunks start in the same order on every rank.
 struct Window {
   std::size_t most_bytes, most_chunks;
-  std::size_t bytes = 0, chunks = 0;  // under way
+  std::size_t bytes = 0, chunks = 0;  // under way now
   std::deque<std::shared_ptr<Exchange>> waiting{};
 
   bool has_room() const {
@@ -259,7 +261,7 @@ struct Window {
            (chunks < most_chunks && bytes + next.chunk_bytes(next.num_started) <= most_bytes);
   }
 
-  // Count a chunk of the first exchange that waits.
+  // Counts a started chunk of the first waiting exchange, which leaves the queue with its last one.
   void add(const Transfer& chunk) {
     bytes += chunk.nbytes;
     ++chunks;

@@ -1,7 +1,7 @@
-// The functions of an MPI library that is loaded already, called by their addresses.
+// Calls functions of the MPI library that the process has loaded, by their addresses.
 //
-// MPI's ABI differs from library to library: handles are ints (MPICH) or pointers (Open MPI), and
-// a status keeps its error at another offset. The caller passes both; no header of MPI is needed.
+// MPI libraries differ in their ABI: handles are ints (MPICH) or pointers (Open MPI), and a status
+// has its error at different offsets. The caller passes these facts, so no MPI header is needed.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace wfbp {
 
-// An error code of the library.
+// An error code that the library has returned.
 struct MpiError : std::runtime_error {
   explicit MpiError(int code)
       : std::runtime_error("MPI error " + std::to_string(code)), code(code) {}
@@ -24,9 +24,9 @@ struct MpiError : std::runtime_error {
 struct MpiAddresses {
   std::uintptr_t isend, irecv, testsome;
   std::uintptr_t byte;       // the handle of MPI_BYTE
-  std::size_t status_bytes;  // of an MPI_Status
-  std::size_t error_at;      // where in it its error lies
-  int success;               // MPI_SUCCESS
+  std::size_t status_bytes;  // size of an MPI_Status
+  std::size_t error_at;      // offset of its error
+  int success;               // the value of MPI_SUCCESS
 };
 
 template <class Handle>
@@ -64,7 +64,8 @@ class MpiFunctions {
     return request;
   }
 
-  // The number of complete requests, listed in `indices`. Throws the library's error.
+  // Returns the number of requests that have completed and lists them in `indices`. Throws
+  // MpiError.
   int test(std::vector<Handle>& requests, std::vector<int>& indices) {
     const std::size_t size = requests.size();
     indices.resize(size);
@@ -74,7 +75,7 @@ class MpiFunctions {
                                statuses_.data());
     if (code != addresses_.success) check(first_error(code, found));
     if (found < 0 || found > static_cast<int>(size)) {
-      // MPI_UNDEFINED: none is active, though all were started and none was seen to end.
+      // MPI_UNDEFINED means that no request is active, although none of these was seen to end.
       throw std::runtime_error("MPI no longer knows " + std::to_string(size) +
                                " messages under way");
     }
@@ -86,7 +87,7 @@ class MpiFunctions {
   using Irecv = int (*)(void*, int, Handle, int, int, Handle, Handle*);
   using Testsome = int (*)(int, Handle*, int*, int*, void*);
 
-  // The first error among the statuses, or else the call's.
+  // The first error among the statuses, or the call's error if no status has one.
   int first_error(int code, int found) const {
     const auto end = std::min(statuses_.size(), found * addresses_.status_bytes);
     for (std::size_t at = 0; found > 0 && at < end; at += addresses_.status_bytes) {

@@ -1,4 +1,4 @@
-// The Python face of transfers: checks arguments, lets go of the GIL.
+// Python bindings of transfers: check arguments, release the GIL.
 #include "transfers.h"
 
 #include <pybind11/numpy.h>
@@ -18,13 +18,13 @@ namespace py = pybind11;
 
 namespace {
 
-// Transfers, and the exception that an error code of their library becomes.
+// Transfers, and the exception type that is raised for error codes of their MPI library.
 struct Face {
   std::unique_ptr<wfbp::Transfers> transfers;
   py::object error;
 };
 
-// Act without the GIL; an error of the library becomes the exception.
+// Calls act() without the GIL, and raises that exception if the library returns an error.
 template <class Act>
 auto freely(const Face& self, Act act) {
   try {
@@ -35,7 +35,7 @@ auto freely(const Face& self, Act act) {
   }
 }
 
-// The bytes of a contiguous array.
+// A message that consists of the bytes of a contiguous array.
 wfbp::Message message_of(const py::handle array, int peer, bool incoming) {
   if (!py::isinstance<py::array>(array)) throw py::type_error("a message must be an array");
   auto data = py::reinterpret_borrow<py::array>(array);
@@ -62,14 +62,14 @@ std::vector<wfbp::Message> messages_of(const py::sequence& items) {
   return messages;
 }
 
-// Arrays, and the number of each one's first element in the buffer that they replace.
+// Reads arrays, and the index of each one's first element in the logical buffer.
 wfbp::Arrays arrays_of(const py::handle item, std::size_t item_bytes, bool writeable) {
   wfbp::Arrays found;
   if (item.is_none()) return found;
   const auto [starts, arrays] = py::cast<std::pair<std::vector<std::size_t>, py::sequence>>(item);
   if (starts.size() != arrays.size()) throw py::value_error("each array needs a start");
   for (std::size_t k = 0; k < starts.size(); ++k) {
-    // Not converted: a new array would end here, and the library still use its memory.
+    // Conversion would make a new array, which would be freed while the library uses its memory.
     if (!py::isinstance<py::array>(arrays[k])) throw py::type_error("these must be arrays");
     const py::array array = arrays[k];
     if (!(array.flags() & py::array::c_style) || (writeable && !array.writeable())) {
@@ -101,7 +101,7 @@ wfbp::Piece piece_of(const py::handle item, std::size_t item_bytes) {
   return piece;
 }
 
-// The first number of each buffer, once they are valid.
+// Reads watches. Each flag is the first element of a buffer of int64.
 std::vector<wfbp::Watch> watches_of(const py::sequence& items) {
   std::vector<wfbp::Watch> watches;
   watches.reserve(items.size());
@@ -179,7 +179,7 @@ std::shared_ptr<wfbp::Exchange> exchange(
 }
 
 std::size_t progress(Face& self) {
-  // Nothing to do: then do not let go of the GIL, which may be long in coming back.
+  // If there is nothing to do, keep the GIL: after a release it may take long to get it again.
   if (self.transfers->idle()) return 0;
   return freely(self, [&] { return self.transfers->progress(); });
 }

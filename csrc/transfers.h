@@ -1,7 +1,8 @@
-// Messages under way: they are tested together, and what follows them is done where they are seen
-// to be complete, by whoever tests. For one thread at a time.
+// Messages under way. All of them are tested together. The thread that finds a message complete
+// also does what follows: it reduces, and starts the next messages. One thread at a time may call
+// this.
 //
-// Nothing here keeps the memory that messages are of: that is for whoever begins a transfer, until
+// Nothing here owns the memory of messages. The caller that begins a transfer must keep it until
 // the transfer is done or, after an error, as long as the process lives.
 #pragma once
 
@@ -20,7 +21,8 @@
 
 namespace wfbp {
 
-// Numbers in memory that other processes count up: until all of them, or any, are large enough.
+// Waits for counters in shared memory that other processes increase: until all of them, or any one,
+// have reached `least`.
 struct Watch {
   std::vector<const std::int64_t*> flags;
   std::int64_t least;
@@ -42,25 +44,26 @@ class Transfers {
  public:
   virtual ~Transfers() = default;
 
-  // Start its messages. After an error some of them may be under way for ever.
+  // Starts a transfer's messages. After an error some of them may remain under way for ever.
   virtual void begin(std::shared_ptr<Transfer> transfer) = 0;
 
-  // Start its chunks, as its window permits, behind those that came before.
+  // Starts an exchange's chunks as its window permits, after those of earlier exchanges.
   virtual void begin(std::shared_ptr<Exchange> exchange) = 0;
 
-  // Take over a request that was begun elsewhere, such as a collective of the library.
+  // Adopts a request that was started elsewhere, such as a collective of the library.
   virtual void adopt(std::shared_ptr<Transfer> transfer, std::uintptr_t request) = 0;
 
-  // Test all messages, and go on with transfers whose stage is over; how many have ended.
+  // Tests all messages and continues transfers whose stage has ended. Returns how many messages
+  // ended.
   virtual std::size_t progress() = 0;
 
-  // Sleep and test in turn, until a transfer is over, a watch is reached or the time is up; how
-  // many messages have ended. Looks every `nap_s` seconds, for at most `most_s`.
+  // Sleeps and tests alternately, every `nap_s` seconds, until a transfer is over, a watch is
+  // reached or `most_s` seconds have passed. Returns how many messages ended.
   virtual std::size_t rest(double nap_s, double most_s, const std::vector<Watch>& watches) = 0;
 
   virtual bool idle() const = 0;
 
-  // How many transfers and exchanges are over, so far.
+  // How many transfers and exchanges have ended so far.
   virtual std::size_t num_over() const = 0;
 };
 
@@ -69,7 +72,7 @@ class TransfersOf final : public Transfers {
  public:
   explicit TransfersOf(const MpiAddresses& addresses) : mpi_(addresses) {}
 
-  // The library may still write to the scratch memory of messages under way.
+  // Leaks transfers under way, because the library may still write to their scratch memory.
   ~TransfersOf() override {
     if (!requests_.empty()) new auto(std::move(owners_));
   }
@@ -134,7 +137,7 @@ class TransfersOf final : public Transfers {
  private:
   void start(const std::shared_ptr<Transfer>& transfer, const std::vector<Message>& messages,
              int tag) {
-    // Behind a message that is under way nothing may fail for want of memory.
+    // Reserve memory first: once a message is under way, running out of it would lose the request.
     requests_.reserve(requests_.size() + messages.size());
     owners_.reserve(owners_.size() + messages.size());
     const Handle comm = handle_of<Handle>(transfer->comm);
@@ -148,7 +151,7 @@ class TransfersOf final : public Transfers {
     }
   }
 
-  // Its stage is over: combine what has arrived, and start the next one.
+  // The transfer's stage has ended: reduce the data that has arrived, and start the next stage.
   void go_on(const std::shared_ptr<Transfer>& transfer) {
     if (!transfer->last_stage) {
       transfer->last_stage = true;
@@ -172,7 +175,7 @@ class TransfersOf final : public Transfers {
       std::shared_ptr<Transfer> chunk = exchange->next(scratch_);
       chunk->exchange = exchange;
       window.add(*chunk);
-      begin(std::move(chunk));  // which may end it, and come back here
+      begin(std::move(chunk));  // may end the chunk at once, and then calls fill() again
     }
   }
 
@@ -184,7 +187,7 @@ class TransfersOf final : public Transfers {
     fill(*exchange->window);
   }
 
-  // Close the gaps, in order: those that came first are tested first.
+  // Removes ended requests and keeps the order of the others, so that older ones are tested first.
   void forget_ended() {
     std::size_t kept = 0;
     for (std::size_t k = 0; k < owners_.size(); ++k) {
@@ -201,8 +204,8 @@ class TransfersOf final : public Transfers {
 
   MpiFunctions<Handle> mpi_;
   std::vector<Handle> requests_;
-  std::vector<std::shared_ptr<Transfer>> owners_;  // of each request
-  std::vector<std::shared_ptr<Transfer>> ready_;   // a stage of theirs is over
+  std::vector<std::shared_ptr<Transfer>> owners_;  // the transfer of each request
+  std::vector<std::shared_ptr<Transfer>> ready_;   // transfers whose stage has ended
   std::vector<int> indices_;
   Scratch scratch_;
   std::size_t num_over_ = 0;
