@@ -1,4 +1,4 @@
-// Events for XLA's threads to record on a device's streams, without Python and without CUDA's headers.
+// Lets XLA's threads record events on a device's streams without Python and without CUDA's headers.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,10 @@
 
 namespace wfbp {
 
-// Python stocks handles of events and says which function records one. The mutex protects both.
+// Python supplies event handles and the function that records an event. The mutex protects both.
 class EventStock {
  public:
-  // As cuEventRecord of the CUDA driver; 0 is success.
+  // The signature of the CUDA driver's cuEventRecord; 0 means success.
   using Record = int (*)(void* event, void* stream);
 
   void fill(Record record, const std::vector<unsigned long long>& handles) {
@@ -19,7 +19,8 @@ class EventStock {
     handles_.insert(handles_.end(), handles.begin(), handles.end());
   }
 
-  // An event behind all that has been enqueued on a stream; 0 where there is none to be had.
+  // Records an event after all work enqueued on a stream so far. Returns its handle, or 0 if no
+  // event is left or recording fails.
   std::uintptr_t record(void* stream) {
     std::uintptr_t handle = 0;
     Record record = nullptr;

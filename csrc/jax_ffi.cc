@@ -1,15 +1,16 @@
-// Gradients leave a running XLA program through these two handlers.
+// A running XLA program hands its gradients to wfbp through two handlers.
 //
-// `announce` runs on the XLA thread that made a gradient. It takes no Python lock, because Python
-// may be busy for milliseconds while XLA computes: it leaves a note. If a group that may be sent is
-// complete, it wakes a Python thread (`wfbp-announce`), which passes the notes to the reducer.
-// `wait` runs once all gradients exist. It takes the GIL, and Python closes the step and fills the
-// outputs. XLA's thread pool is small, and each thread has a queue: if programs have several
-// exchanges, whose order may differ between ranks, a blocked thread could delay work that another
-// rank waits for. Waits then use separate threads.
+// `announce` runs on the XLA thread that computed a gradient. It only queues a note and never takes
+// the GIL, because Python may hold the GIL for milliseconds while XLA computes. If the note
+// completes a group that may be sent, `announce` wakes a Python thread (`wfbp-announce`), which
+// passes the notes to the reducer. `wait` runs once all gradients exist. It takes the GIL, and
+// Python closes the step and fills the outputs. On the CPU it uses a separate thread: XLA's thread
+// pool is small and each of its threads has a queue, so a blocked one could delay work that another
+// rank waits for.
 //
-// On CUDA both run when XLA enqueues. `announce` records an event after the gradient, on XLA's
-// stream; `wait` returns once that stream waits for everything that fills the outputs.
+// On CUDA both handlers run while XLA enqueues the program. `announce` records an event after the
+// gradient on XLA's stream. `wait` returns once that stream will wait for all work that fills the
+// outputs.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -40,7 +41,7 @@ using wfbp::Waiters;
 using wfbp::numbers;
 using wfbp::place_of;
 
-// Never destroyed: XLA's threads may outlive static objects.
+// These objects are never destroyed, because XLA's threads may outlive static objects.
 Mailbox& mailbox() {
   static Mailbox* const only = new Mailbox;
   return *only;
@@ -56,7 +57,7 @@ Waiters& waiters() {
   return *only;
 }
 
-// Called as waiter(exchange, inputs, outputs, place); guarded by the GIL.
+// The Python callable waiter(exchange, inputs, outputs, place); protected by the GIL.
 PyObject* waiter = nullptr;
 
 ffi::Error announce(std::int64_t exchange, std::int32_t index, ffi::AnyBuffer gradient,
@@ -105,8 +106,8 @@ ffi::Future wait(std::int64_t exchange, ffi::RemainingArgs gradients, ffi::Remai
   if (found.failure()) {
     finish(promise, std::move(found));
   } else {
-    // On another thread, so that no wait blocks one of XLA's: ranks that wait in several exchanges
-    // or collectives may reach them in different orders.
+    // Wait on another thread, because a wait must not block XLA's own threads: ranks may reach
+    // several exchanges or collectives in different orders, and would deadlock.
     waiters().run([promise, step]() mutable { finish(promise, see_through(step)); });
   }
   return future;
@@ -281,7 +282,8 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT,
 
 PyMODINIT_FUNC PyInit__jax_ffi() {
   PyObject* module = PyModule_Create(&definition);
-  // Handlers are bound to the interface that they were compiled against.
+  // Python compares this with the installed jaxlib, because the handlers fit only the interface
+  // that they were compiled against.
   if (module != nullptr && PyModule_AddStringConstant(module, "JAXLIB", WFBP_JAXLIB) != 0) {
     Py_CLEAR(module);
   }

@@ -1,4 +1,4 @@
-// Notes of gradients on their way from XLA's threads to Python.
+// A queue of notes about gradients, from XLA's threads to Python.
 #pragma once
 
 #include <chrono>
@@ -11,24 +11,26 @@
 
 namespace wfbp {
 
-// A gradient exists: of which exchange, which leaf, and where it lies.
+// A gradient that exists: its exchange, the index of its leaf there, and its address.
 struct Note {
   std::int64_t exchange;
   std::int32_t index;
   std::uintptr_t address;
-  // On a device: its number, the stream, and an event recorded there (0: none was). Else -1, 0, 0.
+  // On a device, its number, the stream, and an event recorded there (0 if none was recorded). On
+  // the host -1, 0 and 0.
   std::int32_t device = -1;
   std::uintptr_t stream = 0;
   std::uintptr_t event = 0;
   std::chrono::steady_clock::time_point time = std::chrono::steady_clock::now();
 };
 
-// Which gradients of an exchange leave together before its wait, and how many of each group are
-// still missing in the open step. The thread that forwards announcements is woken where a group is
-// complete: for each gradient that would cost XLA, with no core to spare, some 30 us.
+// The groups of gradients of an exchange that may be sent before its wait, and how many gradients
+// each group still lacks in the current step. The thread that forwards announcements is woken only
+// when a group is complete: if all cores are busy, each wake-up costs XLA some 30 us.
 class Groups {
  public:
-  // The group of each leaf, from 0 on; -1 for those that leave no earlier than at the wait.
+  // `group_of` has each leaf's group, counted from 0, or -1 if the leaf is not sent before the
+  // wait.
   explicit Groups(std::vector<std::int64_t> group_of) : group_of_(std::move(group_of)) {
     for (const std::int64_t group : group_of_) {
       if (group < 0) continue;
@@ -41,7 +43,7 @@ class Groups {
 
   void begin() { missing_ = sizes_; }
 
-  // Whether this leaf was the last of its group to come.
+  // Counts an announced leaf. Returns whether it completes its group.
   bool completes(std::int32_t index) {
     const auto leaf = static_cast<std::size_t>(index);
     if (leaf >= group_of_.size() || group_of_[leaf] < 0) return false;
@@ -53,8 +55,8 @@ class Groups {
   std::vector<int> sizes_, missing_;
 };
 
-// The mutex protects everything. Who holds it waits for nothing, and who waits for it does not hold
-// the GIL.
+// The mutex protects all members. To exclude deadlocks, a thread that holds the mutex never blocks,
+// and a thread that waits for the mutex does not hold the GIL.
 class Mailbox {
  public:
   void put(const Note& note) {
@@ -70,13 +72,13 @@ class Mailbox {
     if (ring) bell_.notify_one();
   }
 
-  // From its next step on, this is what leaves an exchange early; nothing before it is told.
+  // Sets an exchange's groups from its next step on. Until the first call, nothing is sent early.
   void expect(std::int64_t exchange, Groups groups) {
     const std::lock_guard<std::mutex> hold(mutex_);
     groups_.insert_or_assign(exchange, std::move(groups));
   }
 
-  // All gradients of a step have come.
+  // All gradients of a step have been announced: start counting the next step.
   void close_step(std::int64_t exchange) {
     const std::lock_guard<std::mutex> hold(mutex_);
     const auto found = groups_.find(exchange);
@@ -89,11 +91,11 @@ class Mailbox {
     return std::exchange(notes_, {});
   }
 
-  // Waits for a note that is urgent; false once closed.
+  // Blocks until a group is complete. Returns false once the mailbox is closed.
   bool listen() {
     std::unique_lock<std::mutex> hold(mutex_);
     while (!closed_ && !urgent_) {
-      listening_ = true;  // each time: whoever rang has reset it, and the notes may be taken since
+      listening_ = true;  // again before each wait, because put() resets it when it notifies
       bell_.wait(hold);
     }
     listening_ = false;

@@ -1,4 +1,4 @@
-// Steps on their way from XLA to Python.
+// Passes steps from XLA to Python.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -14,11 +14,11 @@
 
 namespace wfbp {
 
-// A step whose gradients all exist: of which exchange, where they lie, where they are wanted.
+// A step whose gradients all exist: its exchange, and the addresses of gradients and outputs.
 struct Step {
   std::int64_t exchange;
   std::vector<void*> inputs = {}, outputs = {};
-  // On a device: its number and the stream. Else -1 and none.
+  // On a device, its number and the stream. On the host -1 and null.
   std::int32_t device = -1;
   void* stream = nullptr;
 
@@ -34,7 +34,7 @@ struct Step {
     return xla::ffi::Error::Success();
   }
 
-  // Has waiter(exchange, inputs, outputs, place) called, with the GIL.
+  // Takes the GIL and calls waiter(exchange, inputs, outputs, place), which fills the outputs.
   xla::ffi::Error see_through(PyObject* const& waiter) const {
     std::string problem;
     const PyGILState_STATE state = PyGILState_Ensure();

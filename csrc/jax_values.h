@@ -1,4 +1,4 @@
-// Values on their way between C++ and Python; the caller holds the GIL.
+// Converts values between C++ and Python. The caller holds the GIL.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -10,14 +10,14 @@
 
 namespace wfbp {
 
-// Where a handler was called, as (device, stream, event); None on the host.
+// The place of a handler's call, as the tuple (device, stream, event); None on the host.
 inline PyObject* place_of(std::int32_t device, std::uintptr_t stream, std::uintptr_t event) {
   if (device < 0) Py_RETURN_NONE;
   return Py_BuildValue("iKK", static_cast<int>(device), static_cast<unsigned long long>(stream),
                        static_cast<unsigned long long>(event));
 }
 
-// A list of addresses; null with a Python error set where that fails.
+// Returns a list of addresses, or null with a Python error set.
 inline PyObject* address_list(const std::vector<void*>& addresses) {
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(addresses.size()));
   for (std::size_t i = 0; list != nullptr && i < addresses.size(); ++i) {
@@ -31,7 +31,7 @@ inline PyObject* address_list(const std::vector<void*>& addresses) {
   return list;
 }
 
-// The pending Python exception as text; clears it.
+// Returns the pending Python exception as text, and clears it.
 inline std::string pending_error() {
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
   PyErr_Fetch(&type, &value, &traceback);
@@ -48,7 +48,7 @@ inline std::string pending_error() {
   return text;
 }
 
-// Reads a list of integers; false with a Python error set where it is none.
+// Appends a list's integers to `found`. On failure, returns false with a Python error set.
 inline bool numbers(PyObject* list, std::vector<unsigned long long>& found) {
   PyObject* const items = PySequence_Fast(list, "expected a list of integers");
   if (items == nullptr) return false;

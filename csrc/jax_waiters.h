@@ -1,4 +1,4 @@
-// Threads on which steps are waited for while XLA's own go on.
+// Threads that wait for steps, so that XLA's own threads stay free.
 #pragma once
 
 #include <condition_variable>
@@ -12,9 +12,9 @@
 
 namespace wfbp {
 
-// Runs every task at once, on a thread of its own: one that is free, or a new one. A task may last
-// long, because where it ends a wait, XLA computes what follows on the task's thread. The mutex
-// protects everything. Threads last as long as the process.
+// Starts every task immediately, on a free thread or on a new one. A task may take long: when it
+// ends a wait, XLA runs the computations that follow on the same thread. The mutex protects all
+// members. Threads last as long as the process.
 class Waiters {
  public:
   void run(std::function<void()> task) {
@@ -29,7 +29,7 @@ class Waiters {
         std::thread([this] { work(); }).detach();
         return;
       } catch (const std::system_error&) {
-        tasks_.pop_back();  // no more threads are to be had
+        tasks_.pop_back();  // the system has no more threads: run the task here
       }
     }
     task();
