@@ -1,8 +1,8 @@
-// float16 and bfloat16 to and from float32, one value at a time, on any machine.
+// Portable conversion of single values between float32 and float16 or bfloat16.
 //
-// Rounding is to nearest, ties to even. A NaN stays a NaN: its sign and the upper bits of its
-// payload are kept and it is made quiet, as the x86 instructions do. The functions hold no
-// branch that a vectoriser could not turn into a blend, except where float16 is subnormal.
+// Rounding is to nearest, ties to even. As with the x86 instructions, a NaN becomes quiet and keeps
+// its sign and the upper bits of its payload. Compilers can turn all branches into blends and so
+// vectorize loops, except the branches for subnormal float16 values.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ WFBP_INLINE float bfloat16_to_float(std::uint16_t value) {
 
 WFBP_INLINE std::uint16_t float_to_bfloat16(float value) {
   const std::uint32_t bits = bits_of(value);
-  // Half a unit of the last kept place, one less where that place is even: ties go to even.
+  // Add half a unit of the last kept bit, minus 1 if that bit is 0, so that ties round to even.
   const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const std::uint32_t quiet = (bits >> 16) | 0x0040u;
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
@@ -50,7 +50,7 @@ inline float float16_to_float(std::uint16_t value) {
     return float_of(sign | 0x7f800000u | quiet | (fraction << 13));
   }
   if (exponent == 0) {
-    // Zero or subnormal: fraction * 2^-24, exact in float32.
+    // Zero or subnormal: the value is fraction * 2^-24, which float32 represents exactly.
     const float magnitude = static_cast<float>(fraction) * 5.9604644775390625e-8f;
     return float_of(sign | bits_of(magnitude));
   }
@@ -67,7 +67,8 @@ inline std::uint16_t float_to_float16(float value) {
   } else if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
     half = 0x7c00u;
   } else if (magnitude < 0x38800000u) {  // below 2^-14: subnormal or zero
-    // Adding 0.5 lets the adder round: one unit of float32 at 0.5 is the smallest subnormal.
+    // Adding 0.5 makes the processor round correctly, because the spacing of float32 at 0.5 is the
+    // smallest float16 subnormal.
     half = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     const std::uint32_t even = (magnitude >> 13) & 1u;

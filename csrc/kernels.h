@@ -1,5 +1,5 @@
-// Which kernels this processor runs: the same loops, compiled for several instruction sets, the
-// best of which is chosen once at run time, so that one wheel serves every machine.
+// The kernels: the same loops, compiled for several instruction sets. The best set that the
+// processor supports is chosen once at run time, so that one wheel serves every machine.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@
 #define WFBP_X86 0
 #endif
 
-// Says of a loop that its turns do not depend on each other: true where source and target are
-// the same memory or do not overlap, but compilers can only see the second.
+// Tells the compiler that a loop's iterations are independent. They are if source and target do not
+// overlap, which a compiler can check, and also if both are the same memory, which it cannot know.
 #if defined(__clang__)
 #define WFBP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)
@@ -33,9 +33,9 @@
 
 namespace wfbp {
 
-constexpr std::size_t kBlock = 512;  // elements on the stack: two such blocks lie well inside L1
+constexpr std::size_t kBlock = 512;  // elements of a stack block: two blocks easily fit into L1
 
-// Integers wrap around, which only unsigned ones may in C++.
+// Integers must wrap around. In C++ only unsigned integers may, so arithmetic uses these.
 template <class T, bool integer = std::is_integral<T>::value>
 struct Wrapping {
   using type = T;
@@ -59,7 +59,7 @@ struct Product {
     return static_cast<T>(static_cast<U>(a) * static_cast<U>(b));
   }
 };
-struct Min {  // a NaN on either side wins: it must reach every rank
+struct Min {  // a NaN on either side is the result, so that all ranks see it
   template <class T>
   WFBP_INLINE static T of(T a, T b) {
     return (a < b || a != a) ? a : b;
@@ -74,11 +74,11 @@ struct Max {
 
 using Multiply = void (*)(const std::uint8_t* from, std::uint8_t* to, std::size_t count,
                           double factor);
-// Source after source, in their order; the target may be one of the sources.
+// Combines the sources in their order. The target may be one of the sources.
 using Reduce = void (*)(const std::vector<const std::uint8_t*>& shards, std::uint8_t* out,
                         std::size_t count, double divisor);
 
-// A way to combine, of elements of a type, and what the result is divided by.
+// How contributions of one element type are combined, and what the result is divided by.
 struct Reduction {
   Reduce reduce;
   std::size_t item;  // bytes of an element
@@ -96,10 +96,11 @@ struct Reduction {
 
 struct Reducers {
   Reduce sum, min, max, product;
-  Reduce average;  // of integers: the sum in 64 bits, divided towards zero; null for others
+  Reduce average;  // for integers: sums in a wider type, divides towards zero; null for others
 };
 
-// From a wider type to a half format, to nearest even, and back. float64 goes through float32.
+// Conversion from a wider type to a 16-bit format, which rounds to nearest even, and back. float64
+// is converted through float32.
 using Cast = void (*)(const std::uint8_t* from, std::uint8_t* to, std::size_t count);
 struct Casts {
   Cast narrow, widen;
@@ -141,7 +142,7 @@ namespace avx2 {
 }  // namespace avx2
 #endif
 
-// What this processor can run, the best first.
+// The kernels that this processor can run, the fastest first.
 inline std::vector<Kernels> runnable_kernels() {
   std::vector<Kernels> all;
 #if WFBP_X86

@@ -1,10 +1,10 @@
-// The loops over elements. Included once per instruction set, inside a namespace of its own, with
-// WFBP_TARGET naming the set for the compiler and WFBP_HAS_F16C, WFBP_HAS_STREAM saying what it
-// brings. No include guard: that is the point.
+// The loops over elements. kernels.h includes this file once per instruction set, each time inside
+// another namespace, and so it must not have an include guard. WFBP_TARGET names the instruction
+// set for the compiler; WFBP_HAS_F16C and WFBP_HAS_STREAM tell which instructions it has.
 //
-// Elements are read and written by memcpy, which compilers turn into plain loads and stores: so
-// no pointer needs any alignment. Source and target may be the same memory. Reductions and half
-// precision go through a small block on the stack.
+// Elements are read and written by memcpy, which compilers turn into plain loads and stores, so
+// that pointers need no alignment. Source and target may be the same memory. Reductions and 16-bit
+// types use a small block on the stack.
 
 template <class T>
 WFBP_TARGET void multiply_plain(const std::uint8_t* from, std::uint8_t* to, std::size_t count,
@@ -83,7 +83,7 @@ WFBP_TARGET void multiply(const std::uint8_t* from, std::uint8_t* to, std::size_
   }
 }
 
-// Elements as they are.
+// Elements without conversion.
 template <class T>
 struct Plain {
   using Value = T;
@@ -96,7 +96,8 @@ struct Plain {
   }
 };
 
-// Integers in twice as many bits or more, in which the sum for an average does not overflow.
+// Integers converted to at least twice as many bits, so that the sum for an average cannot
+// overflow.
 template <class T>
 struct Wide {
   __extension__ using Value = std::conditional_t<sizeof(T) == 8, __int128, std::int64_t>;
@@ -116,7 +117,8 @@ struct Wide {
   }
 };
 
-// By multiplication where that gives the same bits: by powers of two that every type has.
+// Divides by multiplication if the result has the same bits: for floating-point types and powers of
+// two whose inverse every type can represent.
 template <class T>
 WFBP_TARGET void divide(T* block, std::size_t count, double divisor) {
   if (divisor == 1.0) return;
@@ -150,8 +152,8 @@ WFBP_TARGET void reduce(const std::vector<const std::uint8_t*>& shards, std::uin
   }
 }
 
-// A copy that goes past the caches: a target larger than they are would otherwise first be read
-// into them, and would drive out what training needs next. The caller fences.
+// A copy that bypasses the caches. An ordinary copy would first read the target into them, and a
+// large target would evict data that training needs next. The caller must call fence().
 WFBP_TARGET inline void stream(const std::uint8_t* from, std::uint8_t* to, std::size_t nbytes) {
 #if WFBP_HAS_STREAM
   constexpr std::size_t kStep = 128;
@@ -197,7 +199,7 @@ WFBP_TARGET void cast(const std::uint8_t* from, std::uint8_t* to, std::size_t co
   }
 }
 
-// Between a half format and a wider type.
+// Casts between a 16-bit format and a wider type.
 template <class Wide, class Half>
 Casts casts() {
   return {cast<Wide, Half>, cast<Half, Wide>};

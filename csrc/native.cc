@@ -1,4 +1,4 @@
-// The extension module: each part adds its own.
+// The extension module. Each part adds its functions and classes.
 #include "native.h"
 
 PYBIND11_MODULE(_native, module) {

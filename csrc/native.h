@@ -1,4 +1,4 @@
-// What the parts of the extension share. Called while holding the GIL.
+// Declarations that the parts of the extension share. Callers hold the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,8 +11,9 @@
 
 namespace wfbp {
 
-// Act without the GIL. It is not taken back in a destructor, as pybind11 would: where the interpreter
-// has ended meanwhile, that ends the thread by unwinding its stack, which no destructor may.
+// Calls act() without the GIL. Unlike pybind11, this does not reacquire the GIL in a destructor: if
+// the interpreter has ended meanwhile, reacquiring unwinds the thread's stack, which a destructor
+// must not.
 template <class Act>
 auto without_gil(Act act) {
   PyThreadState* thread = PyEval_SaveThread();
@@ -34,7 +35,8 @@ auto without_gil(Act act) {
 // The kernels in use.
 Kernels& chosen_kernels();
 
-// Throws pybind11::value_error, or std::invalid_argument for a dtype that there is not.
+// Throws std::invalid_argument for an unknown dtype, and pybind11::value_error for other bad
+// arguments.
 Reduction reduction(const std::string& dtype, const std::string& op, double divisor);
 
 void bind_pack(pybind11::module_& module);

@@ -1,4 +1,4 @@
-// The Python face of the kernels: checks arguments, holds references, lets go of the GIL.
+// Python bindings of the kernels: check arguments, keep arrays alive, release the GIL.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -73,7 +73,7 @@ std::vector<std::int64_t> integers(const Integers& array, const char* what) {
   return {array.data(), array.data() + array.size()};
 }
 
-// The table and the array it writes into: the array lives as long as the table.
+// A table together with the array that it writes into, which must live as long as the table.
 struct Table {
   py::array destination;
   wfbp::PackTable table;
@@ -161,7 +161,7 @@ void wfbp::bind_pack(py::module_& module) {
           "pointers",
           [](py::object self) {
             auto& pointers = self.cast<Table&>().table.pointers;
-            // `self` as the base: the array may outlive every other reference to the table.
+            // The base is `self`, because the array may outlive every other reference to the table.
             return py::array_t<std::int64_t>(static_cast<py::ssize_t>(pointers.size()),
                                              pointers.data(), self);
           })

@@ -1,16 +1,17 @@
-// Packing on the device: all tensors of a group to or from their slots in a fusion buffer, in one
-// launch, with an optional scale and an optional change of element type.
+// Packing on the device. One launch copies all tensors of a group to or from their slots in a
+// fusion buffer, and can scale elements and change their type.
 //
-// Tensors differ in size by a factor of a million, so blocks are not given tensors but tiles:
-// pieces of at most some kilobytes, one per block, listed in a table that is made once per plan.
-// The addresses of the tensors, which change from step to step, come with the launch itself, in
-// the constant memory of its arguments: nothing is uploaded, and a captured graph keeps its own.
+// The sizes of tensors differ by a factor of a million. To balance the load, each block therefore
+// gets a tile, a piece of a tensor of at most some kilobytes. A table of tiles is made once per
+// plan. The tensors' addresses change from step to step. They are passed as arguments of the
+// launch, in constant memory, so nothing is uploaded, and each captured graph keeps the addresses
+// it was captured with.
 //
-// A tile moves in words of 16 bytes where both ends agree in alignment, in narrower ones where
-// they do not. Loads of several words are under way before the first is stored.
+// A tile is copied in words of 16 bytes if source and target have the same alignment, else in
+// narrower ones. Each thread loads several words before it stores the first, to hide latency.
 //
-// Nothing is included: NVRTC compiles this text where the package runs. A test compiles it as C++
-// (WFBP_ON_HOST), and then sees every access to memory through WFBP_ACCESS.
+// This file includes nothing, because NVRTC compiles it on the machine where the package runs. A
+// test compiles it as C++ (WFBP_ON_HOST) and checks every memory access through WFBP_ACCESS.
 
 #ifndef WFBP_ACCESS
 #define WFBP_ACCESS(address, bytes, alignment, writes)
@@ -30,7 +31,7 @@ struct Tile {
   unsigned long long in_buffer;  // bytes from the start of the fusion buffer
   unsigned long long in_tensor;  // bytes from the start of the tensor
   unsigned slot;                 // index into Arguments::tensors
-  unsigned count;                // elements
+  unsigned count;                // number of elements
 };
 
 struct Arguments {
@@ -38,16 +39,16 @@ struct Arguments {
   Byte* buffer;
   double scale;
   int packs;           // 1: tensors to buffer; 0: buffer to tensors
-  unsigned item;       // bytes per element, for copies
-  Byte* tensors[kCapacity];  // null: packed as zeros, not unpacked
+  unsigned item;       // bytes per element; only the copy kernel reads it
+  Byte* tensors[kCapacity];  // null: zeros are packed, and nothing is unpacked
 };
 
-// Devices take at least 4 KB of arguments; the layout is also written down in wfbp/cuda/pack.py.
+// Every device accepts 4 KB of arguments. wfbp/cuda/pack.py must describe the same layout.
 static_assert(sizeof(Tile) == 24 && sizeof(Arguments) == 32 + 8 * kCapacity, "layout");
 static_assert(sizeof(Arguments) <= 4096, "a launch takes 4 KB of arguments");
 
-// Arithmetic that keeps subnormal numbers, which bfloat16 has as well: CuPy asks the compiler to
-// flush them to zero, but cannot ask that of an instruction that is written out.
+// Arithmetic that keeps subnormal numbers, which bfloat16 has, too. CuPy makes the compiler flush
+// them to zero, but this does not affect inline assembly.
 
 __device__ inline float product(float a, float b) {
 #ifdef WFBP_ON_HOST
@@ -80,7 +81,8 @@ __device__ inline double rounded<double>(double value) {
 
 __device__ inline double product(double a, double b) { return a * b; }
 
-// How each element type is stored and computed with. Rounding is to nearest, ties to even.
+// For each element type, how it is stored and the type of its arithmetic. Rounding is to nearest,
+// ties to even.
 
 struct Float64 {
   typedef double Stored;
@@ -124,7 +126,7 @@ struct BFloat16 {
   }
   static __device__ Stored stored(float value) {
     const unsigned bits = __float_as_uint(value);
-    // Half a unit of the last kept place, one less where that place is even: ties go to even.
+    // Add half a unit of the last kept bit, minus 1 if that bit is 0, so that ties round to even.
     const unsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const unsigned quiet = (bits >> 16) | 0x0040u;
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
@@ -132,7 +134,7 @@ struct BFloat16 {
   }
 };
 
-// Lanes that are loaded or stored together, in words of at most 16 bytes.
+// Elements that a thread loads or stores together, in words of at most 16 bytes.
 template <class T, unsigned kLanes>
 struct alignas(sizeof(T) * kLanes < kWord ? sizeof(T) * kLanes : kWord) Lanes {
   T at[kLanes];
@@ -170,7 +172,7 @@ struct Bytewise {
   }
 };
 
-// What is done to the lanes on their way.
+// Operations on lanes between load and store.
 
 template <class L>
 struct Same {
@@ -198,8 +200,8 @@ __device__ inline unsigned misalignment(const Byte* pointer, unsigned to) {
   return static_cast<unsigned>(reinterpret_cast<Address>(pointer)) & (to - 1);
 }
 
-// The whole block: `steps` times a Way::In at `from` to a Way::Out at `to`. A thread stores only
-// where it has loaded, and after it has, so both may be the same memory.
+// The threads of a block together convert `steps` consecutive Way::In at `from` to Way::Out at
+// `to`. A thread stores only to places that it has loaded before, so both may be the same memory.
 template <class Access, class Way>
 __device__ void sweep(const Byte* from, Byte* to, unsigned steps, Way way) {
   typedef typename Way::In In;
@@ -219,7 +221,8 @@ __device__ void sweep(const Byte* from, Byte* to, unsigned steps, Way way) {
   }
 }
 
-// Single bytes up to an address that is a multiple of L's size, then Ls, then single bytes.
+// Copies single bytes up to the first multiple of L's size, then whole Ls, then the remaining
+// bytes.
 template <class L>
 __device__ void copy_by(const Byte* from, Byte* to, unsigned bytes) {
   const unsigned misaligned = misalignment(to, sizeof(L));
@@ -274,7 +277,7 @@ __device__ void convert(const Byte* from, Byte* to, unsigned count, double facto
     sweep<Bytewise>(from, to, count, one);
     return;
   }
-  // The narrower side leaves the fewest choices of where whole words can begin.
+  // Align the narrower side, which has fewer elements at which a 16-byte word can begin.
   const unsigned misaligned = misalignment(kFrom < kTo ? from : to, kWord);
   const unsigned before = misaligned == 0 ? 0 : (kWord - misaligned) / kNarrow;
   const unsigned head = before < count ? before : count;
@@ -290,8 +293,8 @@ __device__ void convert(const Byte* from, Byte* to, unsigned count, double facto
 }
 
 struct Ends {
-  const Byte* from;  // null: nothing to read
-  Byte* to;          // null: nowhere to write
+  const Byte* from;  // null: write zeros
+  Byte* to;          // null: write nothing
 };
 
 __device__ inline Ends ends(const Arguments& arguments, const Tile& tile) {
@@ -303,7 +306,7 @@ __device__ inline Ends ends(const Arguments& arguments, const Tile& tile) {
 
 }  // namespace wfbp
 
-// One kernel per pair of element types, by the name wfbp_FROM_TO; wfbp_copy for any type.
+// One kernel per pair of element types, named wfbp_FROM_TO, and wfbp_copy for copies of any type.
 #define WFBP_CONVERSIONS(X)                                                     \
   X(float16_float16, Float16, Float16) X(bfloat16_bfloat16, BFloat16, BFloat16) \
   X(float32_float32, Float32, Float32) X(float64_float64, Float64, Float64)     \

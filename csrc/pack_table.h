@@ -1,4 +1,4 @@
-// A fusion buffer's slots and the addresses that they are filled from.
+// The slots of a fusion buffer, and the addresses of the tensors that are packed into them.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace wfbp {
 
-// Element types by name. Integers have no multiply: fusion buffers only ever copy them.
+// An element type. Integers have no `multiply`, because fusion buffers only copy them.
 struct Dtype {
   std::size_t item;
   Multiply multiply;
@@ -32,7 +32,7 @@ inline Dtype dtype_of(const std::string& name, const Kernels& kernels) {
                               "float64, int32, int64, uint8");
 }
 
-// How tensors of another type than the buffer's are packed; nothing where it is the same type.
+// The casts for tensors whose type differs from the buffer's; null if the types are equal.
 inline Casts casts_of(const std::string& tensor, const std::string& buffer,
                       const Kernels& kernels) {
   if (tensor == buffer) return {nullptr, nullptr};
@@ -51,8 +51,9 @@ inline void require_scalable(const Dtype& dtype, const std::string& name, double
   }
 }
 
-// Filled by one thread at a time. Whoever writes `pointers` and whoever packs agree between
-// themselves on when (the runtime posts a message in between); the table holds no lock.
+// Packs a group's tensors into the destination, and back. The table has no lock: the thread that
+// writes `pointers` and the thread that packs must take turns (the runtime posts a message
+// between).
 class PackTable {
  public:
   PackTable(std::uint8_t* destination, std::int64_t capacity, std::vector<std::int64_t> offsets,
@@ -73,7 +74,7 @@ class PackTable {
     for (std::size_t i = 0; i < offsets_.size(); ++i) {
       const std::int64_t offset = offsets_[i];
       const std::int64_t size = sizes_[i];
-      // Written without a sum, which could overflow.
+      // This avoids offset + size, which could overflow.
       if (offset < 0 || size < 0 || offset > capacity || size > capacity - offset) {
         throw std::invalid_argument("slot " + std::to_string(i) + " (offset " +
                                     std::to_string(offset) + ", " + std::to_string(size) +
@@ -129,10 +130,10 @@ class PackTable {
     if (past_caches) kernels_.fence();
   }
 
-  std::vector<std::int64_t> pointers;  // its storage never moves: Python sees it as an array
+  std::vector<std::int64_t> pointers;  // never resized, because Python maps it as an array
 
  private:
-  // Tables from this size on bypass the caches (measured in docs/contributing/packing.md).
+  // Larger tables bypass the caches (docs/contributing/packing.md has the measurements).
   static constexpr std::int64_t kStreamFrom = std::int64_t{32} << 20;
   static constexpr std::size_t kStreamPiece = std::size_t{64} << 10;
 

@@ -1,4 +1,4 @@
-// Long reductions and copies on several cores, where a rank has several.
+// Runs long reductions and copies on several cores if the rank has more than one.
 #pragma once
 
 #include <algorithm>
@@ -10,16 +10,16 @@
 
 namespace wfbp {
 
-constexpr std::size_t kThreadBytes = std::size_t{1} << 20;  // a thread starts in far less time
+constexpr std::size_t kThreadBytes = std::size_t{1} << 20;  // starting a thread takes far less
 
-// How many threads may work on one.
+// How many threads may share one reduction or copy.
 inline std::atomic<unsigned>& num_threads() {
   static std::atomic<unsigned> number{1};
   return number;
 }
 
-// Calls act(first, last) for parts of `count` elements of `item` bytes, the first part here.
-// Threads are started for each call: they would otherwise have to survive forks and exits.
+// Calls act(first, last) for parts of `count` elements of `item` bytes, the first part on this
+// thread. Each call starts new threads, because lasting ones would have to survive forks and exits.
 template <class Act>
 void in_parts(std::size_t count, std::size_t item, const Act& act) {
   const std::size_t parts =
@@ -30,7 +30,7 @@ void in_parts(std::size_t count, std::size_t item, const Act& act) {
     const std::size_t first = count * part / parts;
     try {
       others.emplace_back([&act, first, last] { act(first, last); });
-    } catch (const std::system_error&) {  // no more threads here: this one does the rest
+    } catch (const std::system_error&) {  // no more threads: this one does the rest
       break;
     }
     last = first;
