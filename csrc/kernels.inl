@@ -96,8 +96,7 @@ struct Plain {
   }
 };
 
-// Integers converted to at least twice as many bits, so that the sum for an average cannot
-// overflow.
+// Integers in at least twice as many bits, so that the sum for an average cannot overflow.
 template <class T>
 struct Wide {
   __extension__ using Value = std::conditional_t<sizeof(T) == 8, __int128, std::int64_t>;

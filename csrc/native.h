@@ -12,8 +12,7 @@
 namespace wfbp {
 
 // Calls act() without the GIL. Unlike pybind11, this does not reacquire the GIL in a destructor: if
-// the interpreter has ended meanwhile, reacquiring unwinds the thread's stack, which a destructor
-// must not.
+// the interpreter has ended, reacquiring unwinds the stack, which a destructor must not do.
 template <class Act>
 auto without_gil(Act act) {
   PyThreadState* thread = PyEval_SaveThread();
@@ -35,8 +34,7 @@ auto without_gil(Act act) {
 // The kernels in use.
 Kernels& chosen_kernels();
 
-// Throws std::invalid_argument for an unknown dtype, and pybind11::value_error for other bad
-// arguments.
+// Throws std::invalid_argument for an unknown dtype, else pybind11::value_error.
 Reduction reduction(const std::string& dtype, const std::string& op, double divisor);
 
 void bind_pack(pybind11::module_& module);

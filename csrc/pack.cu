@@ -221,8 +221,7 @@ __device__ void sweep(const Byte* from, Byte* to, unsigned steps, Way way) {
   }
 }
 
-// Copies single bytes up to the first multiple of L's size, then whole Ls, then the remaining
-// bytes.
+// Copies single bytes up to a multiple of L's size, then whole Ls, then the remaining bytes.
 template <class L>
 __device__ void copy_by(const Byte* from, Byte* to, unsigned bytes) {
   const unsigned misaligned = misalignment(to, sizeof(L));

@@ -51,9 +51,8 @@ inline void require_scalable(const Dtype& dtype, const std::string& name, double
   }
 }
 
-// Packs a group's tensors into the destination, and back. The table has no lock: the thread that
-// writes `pointers` and the thread that packs must take turns (the runtime posts a message
-// between).
+// Packs a group's tensors into the destination, and back. The table has no lock: the threads that
+// write `pointers` and that pack must alternate (the runtime posts a message in between).
 class PackTable {
  public:
   PackTable(std::uint8_t* destination, std::int64_t capacity, std::vector<std::int64_t> offsets,
@@ -130,10 +129,10 @@ class PackTable {
     if (past_caches) kernels_.fence();
   }
 
-  std::vector<std::int64_t> pointers;  // never resized, because Python maps it as an array
+  std::vector<std::int64_t> pointers;  // never resized, because a Python array refers to it
 
  private:
-  // Larger tables bypass the caches (docs/contributing/packing.md has the measurements).
+  // Tables of at least this size bypass the caches (measured in docs/contributing/packing.md).
   static constexpr std::int64_t kStreamFrom = std::int64_t{32} << 20;
   static constexpr std::size_t kStreamPiece = std::size_t{64} << 10;
 

@@ -1,6 +1,5 @@
-// Messages under way. All of them are tested together. The thread that finds a message complete
-// also does what follows: it reduces, and starts the next messages. One thread at a time may call
-// this.
+// Messages under way, which are all tested together. The thread that finds messages complete also
+// reduces their data and starts the next messages. Only one thread at a time may use this.
 //
 // Nothing here owns the memory of messages. The caller that begins a transfer must keep it until
 // the transfer is done or, after an error, as long as the process lives.
@@ -21,8 +20,8 @@
 
 namespace wfbp {
 
-// Waits for counters in shared memory that other processes increase: until all of them, or any one,
-// have reached `least`.
+// Counters in shared memory that other processes increase. Reached once all of them, or any one, are
+// at least `least`.
 struct Watch {
   std::vector<const std::int64_t*> flags;
   std::int64_t least;
@@ -53,8 +52,7 @@ class Transfers {
   // Adopts a request that was started elsewhere, such as a collective of the library.
   virtual void adopt(std::shared_ptr<Transfer> transfer, std::uintptr_t request) = 0;
 
-  // Tests all messages and continues transfers whose stage has ended. Returns how many messages
-  // ended.
+  // Tests all messages, continues transfers whose stage has ended, and counts ended messages.
   virtual std::size_t progress() = 0;
 
   // Sleeps and tests alternately, every `nap_s` seconds, until a transfer is over, a watch is
