@@ -20,8 +20,8 @@
 
 namespace wfbp {
 
-// Counters in shared memory that other processes increase. Reached once all of them, or any one, are
-// at least `least`.
+// Counters in shared memory that other processes increase. Reached once all of them, or any one,
+// are at least `least`.
 struct Watch {
   std::vector<const std::int64_t*> flags;
   std::int64_t least;
