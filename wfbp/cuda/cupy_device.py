@@ -88,7 +88,7 @@ class CupyDevice(Device):
         """The packing kernels; ``ImportError`` if CuPy cannot compile them."""
         try:
             return CudaKernels(self.active)
-        except Exception as error:  # of its compiler, or for want of one
+        except Exception as error:  # from its compiler, or because there is none
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ImportError(
                 f"CuPy cannot compile the packing kernels for cuda:{self.index}: {lines[0]}. It "
