@@ -1,11 +1,11 @@
-"""The border of decoupled training: around its steps, and at its end."""
+"""Decoupled training around its steps, and at its end."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.parallel.programs.torch import decoupled_updates, state
-from tests.parallel.programs.torch.reading_anywhere import KINDS
+from tests.parallel.programs.torch.parameter_reads import KINDS
 from tests.parallel.runs import Job, outcome
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
@@ -46,7 +46,7 @@ def test_state(job: Job, name: str) -> None:
 @pytest.mark.parametrize(("schedule", "update"), KINDS)
 def test_parameters_are_read_anywhere(schedule: str, update: str) -> None:
     """Right behind a step, from the program's own lists and by other threads."""
-    found = outcome("torch/reading_anywhere", 2, timeout=150)
+    found = outcome("torch/parameter_reads", 2, timeout=150)
     for rank, results in enumerate(found.ranks):
         assert results is not None, found.run
         assert not results[f"{schedule} {update}"], f"rank {rank}"

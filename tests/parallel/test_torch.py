@@ -18,7 +18,7 @@ from tests.parallel.programs.torch import (
     optimizers,
     passes,
     rebuilding,
-    settling,
+    skipped_steps,
     training_in_sets,
     uneven_data,
     zeroing,
@@ -32,7 +32,7 @@ CHANGING = Job("torch/program", 2, "changing")
 PS_LAYERWISE = Job("torch/program", 2, "ps_layerwise")
 MIXED = Job("torch/program", 3, "mixed")
 
-OF_PLANS = (adapter.mixing, optimizers.check, closures.check, settling.check)
+OF_PLANS = (adapter.mixing, optimizers.check, closures.check, skipped_steps.check)
 """Checks to which it makes a difference that plans change."""
 
 ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_naive", "lbfgs")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.torch import (
     arguments,
+    around_steps,
     batch_norm,
-    border,
+    changed_gradients,
     checkpoints,
     clipping,
     closures,
@@ -19,8 +20,7 @@ from tests.parallel.programs.torch import (
     reading,
     resuming,
     schedules,
-    settling,
-    touching,
+    skipped_steps,
     zeroing,
 )
 
@@ -30,10 +30,10 @@ waiting = Checks(
     optimizers.check,
     closures.check,
     arguments.check,
-    touching.check,
-    settling.check,
+    changed_gradients.check,
+    skipped_steps.check,
     reading.check,
-    border.check,
+    around_steps.check,
     batch_norm.check,
 )
 """What is read, and when: checks for plans under which every parameter is waited for."""

@@ -113,7 +113,6 @@ class SelfBound(Descent):
 
 @check
 def bound_method_as_attribute() -> None:
-    """Row 1."""
     check_training(pair()[0], square, SelfBound, steps=STEPS)
 
 
@@ -127,7 +126,7 @@ class SelfPartial(SelfBound):
 
 @check
 def bound_method_within_a_partial() -> None:
-    """Row 1, where the program declares that the optimizer may be stepped in parts."""
+    """Where the program declares that the optimizer may be stepped in parts."""
     params = pair()[0].parameters()
     wrap = functools.partial(
         wfbp.DistributedOptimizer, SelfPartial(params), optimizer_sharding=True
@@ -173,7 +172,7 @@ class Averaging(torch.optim.Optimizer):
 
 @check
 def methods_that_use_state() -> None:
-    """Row 2: of optimizers free of schedules, and those that estimate curvature."""
+    """Methods of schedule-free optimizers, and of those that estimate curvature."""
     for options in ({}, {"optimizer_sharding": True}):
         _use_state(options)
 
@@ -243,7 +242,7 @@ def sparse_gradients_in_a_list() -> None:
 
 @check
 def scaler_and_sparse_gradients() -> None:
-    """Row 3: unscaled before they are averaged, with an infinity on one rank."""
+    """Unscaled before they are averaged, with an infinity on one rank."""
     model, optimizer = words()
     for step in range(3):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -260,7 +259,7 @@ def scaler_and_sparse_gradients() -> None:
 
 @check
 def changed_sparse_gradient() -> None:
-    """Row 4: clamped in place, replaced, or scaled, before it is averaged."""
+    """Clamped in place, replaced, or scaled, before it is averaged."""
 
     def clamp(grad: torch.Tensor) -> torch.Tensor:
         grad._values().clamp_(-1e-3, 1e-3)
@@ -378,20 +377,20 @@ def check_sam(how: str) -> bool:
 
 @check
 def steps_by_other_methods() -> None:
-    """Row 5: steps that are not named ``step``; after ``synchronize()`` they train."""
+    """Steps that are not named ``step``; after ``synchronize()`` they train."""
     check_sam("as alone")
     assert check_sam("synchronized"), "refused although gradients were averaged"
 
 
 @check
 def gradients_before_a_closure() -> None:
-    """Row 6: ``loss.backward(); optimizer.step(closure)`` where the step uses both gradients."""
+    """``loss.backward(); optimizer.step(closure)`` where the step uses both gradients."""
     assert check_sam("closure")
 
 
 @check
 def sums_before_a_closure() -> None:
-    """Row 6 with ``op=Sum``: a closure that does not zero adds to what is a sum already."""
+    """With ``op=Sum``: a closure that does not zero adds to what is a sum already."""
     model, reference = pair()
     optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Sum)
     plain = momentum(reference.parameters())
@@ -1024,7 +1023,7 @@ def methods_that_a_program_adds() -> None:
 
 @check
 def tensors_in_a_setting() -> None:
-    """Row 7: a tensor within a tuple is changed right after a step."""
+    """A tensor within a tuple is changed right after a step."""
 
     def make(params: Any) -> torch.optim.Optimizer:
         betas = torch.tensor(0.9), torch.tensor(0.999)
@@ -1058,7 +1057,7 @@ RATES = {"all": 1.0}
 
 @check
 def changed_right_after_a_step() -> None:
-    """Row 7: an attribute or a global that ``step`` reads."""
+    """An attribute or a global that ``step`` reads."""
     model, reference = pair()
     optimizer: Any = wfbp.DistributedOptimizer(Scaled(model.parameters()), optimizer_sharding=False)
     plain = Scaled(reference.parameters())
@@ -1150,7 +1149,7 @@ class ByFirst(Descent):
 
 @check
 def groups_by_place() -> None:
-    """Row 8: the groups differ in their rates alone."""
+    """The groups differ in their rates alone."""
     for kind in (ByPlace, ByFirst):
 
         def make(params: Any, kind: Any = kind) -> Any:
@@ -1162,7 +1161,7 @@ def groups_by_place() -> None:
 
 @check
 def adasum_and_joining() -> None:
-    """Row 9: a change that lacks that of a rank without data is refused."""
+    """A change that lacks that of a rank without data is refused."""
     if wfbp.size() & (wfbp.size() - 1):
         return
     # A fresh runtime: tracebacks of errors that earlier checks expect may keep optimizers alive on
@@ -1185,7 +1184,7 @@ def adasum_and_joining() -> None:
 
 @check
 def adasum_and_scaling() -> None:
-    """Row 10: a scaler, which would skip the step of one rank alone, is refused on every rank."""
+    """A scaler, which would skip the step of one rank alone, is refused on every rank."""
     if wfbp.size() & (wfbp.size() - 1):
         return
     model, _ = pair()
@@ -1217,7 +1216,7 @@ def side_by_side(*acts: Callable[[], object]) -> None:
 
 @check
 def threads_that_clip() -> None:
-    """Row 11: each thread clips, and steps, an optimizer of its own."""
+    """Each thread clips, and steps, another optimizer."""
     models = [pair() for _ in range(2)]
     optimizers = [wfbp.DistributedOptimizer(momentum(m.parameters())) for m, _ in models]
     plain = [momentum(reference.parameters()) for _, reference in models]
@@ -1255,7 +1254,7 @@ def threads_that_clip() -> None:
 
 @check
 def threads_that_gather_state() -> None:
-    """Row 11: each thread has another rank's optimizer state brought to an optimizer of its own."""
+    """Each thread has another rank's optimizer state brought to its optimizer."""
     models = [pair()[0] for _ in range(2)]
     optimizers = [wfbp.DistributedOptimizer(momentum(m.parameters())) for m in models]
     for step in range(STEPS):
@@ -1291,7 +1290,7 @@ def counted(step: Any) -> Any:
 
 @check
 def decorated_step() -> None:
-    """Row 12: the decorator runs once per step, and so do hooks."""
+    """The decorator runs once per step, and so do hooks."""
 
     class Counted(torch.optim.SGD):
         step = counted(torch.optim.SGD.step)
@@ -1321,7 +1320,7 @@ def decorated_step() -> None:
 
 @check
 def step_of_an_instance() -> None:
-    """Row 13: an optimizer whose ``step`` was replaced on the instance, to keep an average."""
+    """An optimizer whose ``step`` was replaced on the instance, to keep an average."""
     model, reference = pair()
     inner: Any = momentum(model.parameters())
     plain = momentum(reference.parameters())
@@ -1359,7 +1358,7 @@ def step_of_an_instance() -> None:
 
 @check
 def operations_in_place_and_autograd() -> None:
-    """Row 14: backward must not use a saved tensor that a collective has overwritten."""
+    """Backward must not use a saved tensor that a collective has overwritten."""
     operations: list[Callable[[torch.Tensor], object]] = [
         lambda t: wfbp.allreduce_(t, op=wfbp.Sum),
         lambda t: wfbp.broadcast_(t, 0),
@@ -1428,7 +1427,7 @@ def readings(params: list[torch.Tensor], sums: list[torch.Tensor]) -> list[Calla
 
 @check
 def gradients_that_are_read() -> None:
-    """Row 15: between backward and the step, in every way."""
+    """Between backward and the step, in every way."""
     model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
     reference.load_state_dict(model.state_dict())
     params = list(model.parameters())
@@ -1463,7 +1462,7 @@ def sparse_or_dense(model: nn.Module, rank: int, step: int) -> None:
 
 @check
 def sparse_and_dense_gradients() -> None:
-    """Row 16: of one parameter, on different ranks."""
+    """Of one parameter, on different ranks."""
     model, optimizer = words()
     reference = copy.deepcopy(model)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -1512,7 +1511,6 @@ class Around(torch.optim.Optimizer):
 
 @check
 def groups_and_state_as_properties() -> None:
-    """Row 17."""
     _, optimizer = check_training(
         pair()[0], square, lambda params: Around(momentum(params)), steps=STEPS
     )
@@ -1528,7 +1526,6 @@ class BareZero(Descent):
 
 @check
 def zero_grad_without_arguments() -> None:
-    """Row 18."""
     check_training(pair()[0], square, BareZero, steps=STEPS)
 
 
@@ -1551,7 +1548,7 @@ class CountsInAVector(Descent):
 
 @check
 def state_of_shape_one() -> None:
-    """Row 19: where a rank's shard of the parameter has one element, too."""
+    """Where a rank's shard of the parameter has one element, too."""
 
     class Few(nn.Module):
         def __init__(self) -> None:
@@ -1690,7 +1687,7 @@ def a_dropped_model_is_freed() -> None:
 
 @check
 def gradients_of_another_type() -> None:
-    """Row 20: ``grad_dtype`` of PyTorch 2.10 and later is honored, or refused at wrapping."""
+    """``grad_dtype`` of PyTorch 2.10 and later is honored, or refused at wrapping."""
     if not hasattr(torch.Tensor, "grad_dtype"):
         return
     weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
@@ -1715,7 +1712,7 @@ def gradients_of_another_type() -> None:
 
 @check
 def nan_as_a_setting() -> None:
-    """Row 21: equal on all ranks, as any other number."""
+    """Equal on all ranks, as any other number."""
 
     def make(params: Any) -> torch.optim.Optimizer:
         return Descent(params, clip=math.nan, bounds=(0.0, math.nan), rates=torch.tensor(math.nan))
@@ -1761,7 +1758,7 @@ def wrapped_by_an_object_of_a_derived_class() -> None:
 
 @check
 def refused_second_wrapping() -> None:
-    """Row 22: the first goes on, and the original still refuses to step."""
+    """The first goes on, and the original still refuses to step."""
     model, reference = pair()
     inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
     plain = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=2)
@@ -1798,7 +1795,7 @@ def refused_second_wrapping() -> None:
 
 @check
 def sparse_as_dense_alone() -> None:
-    """Row 23: with one rank as with several."""
+    """With one rank as with several."""
     sets = [wfbp.add_process_set([rank]) for rank in range(wfbp.size())]
     model, reference = Words(), Words(dense=True)
     optimizer = wfbp.DistributedOptimizer(
@@ -1846,7 +1843,7 @@ def discarded_on_one_rank() -> None:
 
 @check
 def shown_process_set() -> None:
-    """Row 25: ``repr()`` of a set that was not added communicates with nobody."""
+    """``repr()`` of a set that was not added communicates with nobody."""
     known = wfbp.ProcessSet(range(wfbp.size()))
     shown: list[str] = []
     thread = threading.Thread(target=lambda: shown.append(repr(known)), daemon=True)

@@ -1,6 +1,6 @@
-"""Parameters read right behind a step, from lists and threads, under every decoupled schedule.
+"""Parameters read right after a step, from lists and threads, under every decoupled schedule.
 
-``torch_reading_anywhere.py OUT`` under mpirun. Two equal models are trained beside each other; one
+``parameter_reads.py OUT`` under mpirun. Two equal models are trained side by side; one
 is read at once by all means, the other one when its parameters have been synchronized. They are
 compared bit by bit.
 """
