@@ -203,8 +203,7 @@ class Row(NamedTuple):
 
     Args:
         link, model: keys of :data:`LINKS` and :data:`MODELS`.
-        times: milliseconds by contestant, of those that ran.
-        cpu: the same, of CPU time.
+        times, cpu: milliseconds by contestant, of those that ran; wall and CPU time.
         ratio: wfbp's time over that of the best DDP, with quartiles.
         predicted: milliseconds that wfbp predicts for its plan.
     """

@@ -39,13 +39,13 @@ def test_ends(end: str) -> None:
 @pytest.mark.parametrize("name", state.check.all)
 @pytest.mark.parametrize("job", STATE, ids=str)
 def test_state(job: Job, name: str) -> None:
-    """What one rank asks for alone, and what is broadcast in mid-training."""
+    """State that one rank reads alone, and state that is broadcast during training."""
     job.passes(name)
 
 
 @pytest.mark.parametrize(("schedule", "update"), KINDS)
 def test_parameters_are_read_anywhere(schedule: str, update: str) -> None:
-    """Right behind a step, from the program's own lists and by other threads."""
+    """Right after a step, from the program's lists and by other threads."""
     found = outcome("torch/parameter_reads", 2, timeout=150)
     for rank, results in enumerate(found.ranks):
         assert results is not None, found.run

@@ -126,7 +126,7 @@ class SelfPartial(SelfBound):
 
 @check
 def bound_method_within_a_partial() -> None:
-    """Where the program declares that the optimizer may be stepped in parts."""
+    """The same, and the program declares that the optimizer may be stepped in parts."""
     params = pair()[0].parameters()
     wrap = functools.partial(
         wfbp.DistributedOptimizer, SelfPartial(params), optimizer_sharding=True
@@ -1548,7 +1548,7 @@ class CountsInAVector(Descent):
 
 @check
 def state_of_shape_one() -> None:
-    """Where a rank's shard of the parameter has one element, too."""
+    """Also if a rank's shard of the parameter has one element."""
 
     class Few(nn.Module):
         def __init__(self) -> None:
@@ -1679,7 +1679,7 @@ def a_dropped_model_is_freed() -> None:
     for _ in range(2):
         train()
     deadline_s = time.monotonic() + 10.0
-    while first() is not None:  # the communication thread lets go of it, too
+    while first() is not None:  # the communication thread has to drop it, too
         assert time.monotonic() < deadline_s, "the model is still in memory"
         time.sleep(0.01)
         gc.collect()
@@ -1758,7 +1758,7 @@ def wrapped_by_an_object_of_a_derived_class() -> None:
 
 @check
 def refused_second_wrapping() -> None:
-    """The first goes on, and the original still refuses to step."""
+    """The first one remains usable, and the original still refuses to step."""
     model, reference = pair()
     inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
     plain = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=2)
@@ -1843,7 +1843,7 @@ def discarded_on_one_rank() -> None:
 
 @check
 def shown_process_set() -> None:
-    """``repr()`` of a set that was not added communicates with nobody."""
+    """``repr()`` of a set that was not added sends nothing."""
     known = wfbp.ProcessSet(range(wfbp.size()))
     shown: list[str] = []
     thread = threading.Thread(target=lambda: shown.append(repr(known)), daemon=True)
