@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.benchmarks.machine import print_table, thread_seconds, usage
 from wfbp.comm.backend import Work
-from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.comm.mpi.transfers import Chunking
 from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config

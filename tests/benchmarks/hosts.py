@@ -22,7 +22,7 @@ from mpi4py import MPI
 from tests.benchmarks.machine import print_table
 from wfbp.comm.arrays import split
 from wfbp.comm.backend import Backend
-from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.comm.waiting import Waiter, wait
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation

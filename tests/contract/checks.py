@@ -18,7 +18,7 @@ from tests.contract import segment_checks
 from tests.support.hosts import Hosts
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, HostBackend
-from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.comm.waiting import wait
 from wfbp.core.types import ITEM_BYTES, Op
 

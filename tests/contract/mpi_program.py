@@ -20,7 +20,7 @@ from tests.contract.checks import CHECKS, LARGEST
 from tests.support.cores import leave_cores
 from tests.support.hosts import as_on_hosts, in_turn
 from tests.support.python_transfers import PythonTransfers
-from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.comm.mpi.transfers import Chunking
 
 WAYS = ("one host", "many ranks", "hosts", "mixed")

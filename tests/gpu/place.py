@@ -22,7 +22,7 @@ from wfbp.comm import probe
 from wfbp.comm.device.links import DeviceLinks
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
-from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.config import Config
 from wfbp.runtime import process
 

@@ -278,13 +278,13 @@ COMM = [
         unit("comm/test_device_backends"),
     ),
     Mutation(
-        "comm/device/backend.py",
+        "comm/device/device_backend.py",
         "self.device.wait(self.stream, packed)",
         "pass",
         unit("runtime/test_device_reductions"),
     ),
     Mutation(
-        "comm/device/backend.py",
+        "comm/device/device_backend.py",
         "order.last[0] != self.lane",
         "False",
         unit("comm/test_device_backends"),

@@ -66,7 +66,7 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
     4 bytes on. For wfbp plan and wfbp simulate, it writes the measured curves, and by how much
     messages slow compute down on the same core (kappa).
     """
-    from wfbp.comm.mpi.backend import MpiBackend
+    from wfbp.comm.mpi.mpi_backend import MpiBackend
 
     config = Config.from_environment()
     backend = MpiBackend(shared_memory=config.shared_memory, check_launcher=config.check_launcher)

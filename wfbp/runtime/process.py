@@ -89,7 +89,7 @@ def start(
 
 def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> HostBackend:
     """A backend of the ranks that meet by MPI; if they do not, reports ``problem``."""
-    from wfbp.comm.mpi.backend import MpiBackend
+    from wfbp.comm.mpi.mpi_backend import MpiBackend
     from wfbp.comm.mpi.start import world_rank
 
     patience_s = config.timeout_s

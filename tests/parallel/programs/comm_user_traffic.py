@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.comm.waiting import wait
 from wfbp.core.types import Op
 

@@ -18,7 +18,7 @@ from tests.support.local import LocalWorld
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.device import links, nccl
-from wfbp.comm.device.backend import Blocks, DeviceBackend
+from wfbp.comm.device.device_backend import Blocks, DeviceBackend
 from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.comm.device.links import connect, why_no_nccl
 from wfbp.comm.device.nccl import OPS, NcclBackend

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.support.local import LocalWorld
 from tests.support.software_device import SoftwareDevice
-from wfbp.comm.device.backend import DeviceBackend, DeviceWork
+from wfbp.comm.device.device_backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.core.types import Op
 

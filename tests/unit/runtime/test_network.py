@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.local import LocalBackend, LocalWorld
 from wfbp.comm.backend import Backend, Work
-from wfbp.comm.device.backend import DeviceBackend
+from wfbp.comm.device.device_backend import DeviceBackend
 from wfbp.comm.waiting import wait
 from wfbp.core.cost import Costs
 from wfbp.core.types import Operation

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from wfbp.comm.backend import Finished, HostBackend
-from wfbp.comm.device.backend import DeviceBackend
 from wfbp.comm.device.device import Device
+from wfbp.comm.device.device_backend import DeviceBackend
 from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.comm.device.memory import DeviceMemory
 from wfbp.comm.device.nccl import NcclBackend

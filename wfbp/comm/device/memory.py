@@ -20,8 +20,8 @@ from functools import partial
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, Work
-from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Event
+from wfbp.comm.device.device_backend import DeviceBackend, DeviceWork
 from wfbp.comm.memory import Dependencies, Memory, SlotTable, Stamp
 from wfbp.core.types import Op
 

@@ -21,8 +21,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from wfbp.comm.backend import HostBackend, Work
-from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device
+from wfbp.comm.device.device_backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.waiting import Check, wait
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError

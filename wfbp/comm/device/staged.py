@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from wfbp.comm.arrays import Buffer, split
 from wfbp.comm.backend import HostBackend, Work
-from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
+from wfbp.comm.device.device_backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
 

@@ -29,7 +29,7 @@ from wfbp.core.types import Op
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from wfbp.comm.mpi.backend import MpiBackend
+    from wfbp.comm.mpi.mpi_backend import MpiBackend
 
 STAGED = Chunking(chunk_bytes=2 << 20, window_bytes=8 << 20)
 """Chunks that stay in a core's cache; several, because a rank may wait for its core."""

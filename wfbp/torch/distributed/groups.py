@@ -20,8 +20,8 @@ from urllib.parse import parse_qsl, urlsplit
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import _env_rendezvous_handler
 
-from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.mpi.exchange import Exchange
+from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.comm.mpi.start_notice import contradiction, meets_by_mpi
 from wfbp.core.ranks import name_ranks
 from wfbp.errors import BackendError, StallError, WfbpError

@@ -12,7 +12,7 @@ from tests.parallel.programs.jax import program
 from tests.support.fake_nccl import FakeNccl
 from tests.support.software_xla import SoftwareXla, stand_in
 from wfbp.comm import probe
-from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.jax import exchanges, native
 from wfbp.jax.device import GpuPrograms
 

@@ -23,7 +23,7 @@ from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm import probe
 from wfbp.comm.device.links import OnDevice
-from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.torch import tensors
 
 
