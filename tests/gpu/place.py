@@ -18,7 +18,7 @@ from typing import Any
 from mpi4py import MPI
 
 from tests.support.fake_nccl import FakeNccl
-from wfbp.comm import probe
+from wfbp.comm import cost_probe
 from wfbp.comm.device.links import DeviceLinks
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
@@ -64,7 +64,7 @@ def options(schedules: Sequence[str]) -> Options:
 
 def software_device(kind: type[Any], library: str) -> Any:
     """A software device of this class; its NCCL sends messages by MPI."""
-    probe.LONGEST_STREAM = 2
+    cost_probe.LONGEST_STREAM = 2
     device = kind(seed=1, most_s=2e-4)
     if library == "NCCL":
         device.library = FakeNccl(device, MpiBackend)

@@ -91,7 +91,7 @@ def measure(backend: Backend, max_bytes: int, seconds: float) -> tuple[Curves, f
 
     Times collectives for about ``seconds`` in all, and then some more for kappa.
     """
-    from wfbp.comm.probe import measure_cost, measure_kappa
+    from wfbp.comm.cost_probe import measure_cost, measure_kappa
 
     curves = {}
     for operation in Operation:

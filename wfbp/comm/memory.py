@@ -1,7 +1,7 @@
 """Memory for a lane's messages, and the order of operations on it.
 
 On the host (:class:`Memory`) a call has finished when it returns, so nothing needs ordering. On a
-device (``comm.device.memory``) threads enqueue work and events order it between streams.
+device (``comm.device.device_memory``) threads enqueue work and events order it between streams.
 A *stamp* is a moment in the training thread's or lane's work. On the host it is seconds of
 ``time.perf_counter``, on a device a timed event (seconds later). 0 means "did not happen".
 """

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wfbp.comm.backend import Backend, Work
+from wfbp.comm.cost_probe import WINDOW
 from wfbp.comm.memory import Dependencies, Memory, Stamp
-from wfbp.comm.probe import WINDOW
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan, split_by_dtype
 from wfbp.core.ranks import counted

@@ -14,7 +14,7 @@ from tests.support.emulated_link import EmulatedLink
 from tests.support.launcher import Run
 from tests.support.local import LocalWorld
 from wfbp.cli.probe import Curves, measure
-from wfbp.comm.probe import measure_cost, probe_sizes
+from wfbp.comm.cost_probe import measure_cost, probe_sizes
 from wfbp.comm.waiting import Waiter
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost, monotone_points
 from wfbp.core.fit import fit_linear
@@ -38,7 +38,7 @@ class Clock:
 def test_an_emulated_link_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine of which nobody else takes time."""
     clock = Clock()
-    modules = ["wfbp.comm.backend", "wfbp.comm.probe", "wfbp.comm.waiting"]
+    modules = ["wfbp.comm.backend", "wfbp.comm.cost_probe", "wfbp.comm.waiting"]
     for module in (*modules, "tests.support.emulated_link"):
         monkeypatch.setattr(f"{module}.time", clock)
     cost = LinearCost(5e-4, 1e-9)

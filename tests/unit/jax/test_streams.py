@@ -15,7 +15,7 @@ pytest.importorskip("jax")
 from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.software_xla import INDEX, SoftwareXla
 from tests.unit.runtime.test_device_reductions import STEADY, Devices
-from wfbp.comm import probe
+from wfbp.comm import cost_probe
 from wfbp.comm.device.links import OnDevice
 from wfbp.comm.memory import Memory
 from wfbp.config import Config
@@ -133,7 +133,7 @@ def devices(size: int, nccl: bool, most_s: float) -> Devices:
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Program]:
     """Makes the program of a rank."""
-    monkeypatch.setattr(probe, "LONGEST_STREAM", 2)
+    monkeypatch.setattr(cost_probe, "LONGEST_STREAM", 2)
     here = threading.local()
     monkeypatch.setattr(process, "current", lambda what: here.runtime)
 

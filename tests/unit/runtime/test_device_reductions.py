@@ -18,8 +18,8 @@ from tests.support.devices import Devices
 from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.software_device import SoftwareDevice
 from tests.support.trainer import address, make_specs, mean
-from wfbp.comm import probe
-from wfbp.comm.device.memory import DeviceMemory
+from wfbp.comm import cost_probe
+from wfbp.comm.device.device_memory import DeviceMemory
 from wfbp.config import Config
 from wfbp.core.planners import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op
@@ -34,7 +34,7 @@ ALL_REDUCE = ("auto", "oasr", "mgwfbp", "layerwise", "single", "threshold")
 @pytest.fixture(autouse=True)
 def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring what thousands of messages cost would take most of the time here."""
-    monkeypatch.setattr(probe, "LONGEST_STREAM", 2)
+    monkeypatch.setattr(cost_probe, "LONGEST_STREAM", 2)
 
 
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))

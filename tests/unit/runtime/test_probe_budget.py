@@ -12,13 +12,13 @@ import pytest
 from tests.support.emulated_link import EmulatedLink
 from tests.support.local import LocalWorld
 from tests.unit.runtime.test_network import Known
-from wfbp.comm import probe
+from wfbp.comm import cost_probe
 from wfbp.comm.backend import Finished
-from wfbp.comm.probe import measure_cost, measure_kappa, probe_sizes
+from wfbp.comm.cost_probe import measure_cost, measure_kappa, probe_sizes
 from wfbp.core.cost import LinearCost
 from wfbp.core.fit import MAX_KAPPA
 
-REDUCE = (probe.Operation.ALL_REDUCE,)
+REDUCE = (cost_probe.Operation.ALL_REDUCE,)
 
 
 class CountingLink(EmulatedLink):
@@ -42,7 +42,7 @@ def test_slow_messages_are_few(alpha_s: float) -> None:
     # What the budget pays for, and what is sent in any case: two messages before the first size,
     # and two for each size that is begun within the budget, and for the largest.
     begun = 2 * (len(points) + 1)
-    assert link.num_messages <= 0.2 / alpha_s * probe.WINDOW + begun
+    assert link.num_messages <= 0.2 / alpha_s * cost_probe.WINDOW + begun
     assert len(points) < len(sizes)
     assert list(points) == sorted(points)
 

@@ -12,8 +12,8 @@ from typing import Any
 from wfbp.comm.backend import Finished, HostBackend
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.device_backend import DeviceBackend
+from wfbp.comm.device.device_memory import DeviceMemory
 from wfbp.comm.device.launch_order import LaunchOrder
-from wfbp.comm.device.memory import DeviceMemory
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.locations import Call, Owner

@@ -28,7 +28,7 @@ from wfbp.comm.arrays import (
 from wfbp.comm.backend import Finished, HostBackend, Mailbox, Work
 from wfbp.comm.mpi.exchange import Exchange, begin_messages
 from wfbp.comm.mpi.library import BytesTask, load_transfers
-from wfbp.comm.mpi.messages import PointToPoint, translating
+from wfbp.comm.mpi.point_to_point import PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.start import check_launch, communicator, load, unlink_segments
 from wfbp.comm.mpi.topology import Topology

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from wfbp.comm.backend import Backend, Finished, HostBackend
-from wfbp.comm.probe import measure_cost, measure_kappa
+from wfbp.comm.cost_probe import measure_cost, measure_kappa
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Operation
 

@@ -11,14 +11,14 @@ import sys
 from tests.parallel.programs.jax import program
 from tests.support.fake_nccl import FakeNccl
 from tests.support.software_xla import SoftwareXla, stand_in
-from wfbp.comm import probe
+from wfbp.comm import cost_probe
 from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.jax import exchanges, native
 from wfbp.jax.device import GpuPrograms
 
 
 def main() -> None:
-    probe.LONGEST_STREAM = 2
+    cost_probe.LONGEST_STREAM = 2
     device = SoftwareXla(seed=len(sys.argv), most_s=2e-4)
     if sys.argv.pop() == "NCCL":
         device.library = FakeNccl(device, MpiBackend)

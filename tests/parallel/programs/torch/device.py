@@ -21,7 +21,7 @@ import wfbp.horovod.torch as wfbp
 from tests.parallel.programs.torch import equality
 from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
-from wfbp.comm import probe
+from wfbp.comm import cost_probe
 from wfbp.comm.device.links import OnDevice
 from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.torch import tensors
@@ -111,7 +111,7 @@ def records_of(library: str, schedules: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    probe.LONGEST_STREAM = 2
+    cost_probe.LONGEST_STREAM = 2
     torch.set_num_threads(1)
     out, *runs = sys.argv[1:]
     schedules: dict[str, list[str]] = {}

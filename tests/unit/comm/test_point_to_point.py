@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from wfbp.comm.mpi.messages import PointToPoint
+from wfbp.comm.mpi.point_to_point import PointToPoint
 
 
 class Request:
