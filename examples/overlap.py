@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from wfbp.runtime.timeline import load as load_timeline
+from wfbp.runtime.timeline_files import load as load_timeline
 
 HERE = Path(__file__).resolve().parent
 LINK = HERE.parent / "launch" / "link.py"

@@ -35,7 +35,7 @@ _HOMES = {
         "join",
     ),
     "wfbp.launcher.function": ("run",),
-    "wfbp.runtime.api.reducer": ("GradientReducer",),
+    "wfbp.runtime.api.array_reducer": ("GradientReducer",),
     "wfbp.runtime.collectives.api": (
         "add_process_set",
         "allgather_object",

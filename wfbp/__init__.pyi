@@ -20,7 +20,7 @@ from wfbp.dispatch import broadcast_optimizer_state as broadcast_optimizer_state
 from wfbp.dispatch import broadcast_parameters as broadcast_parameters
 from wfbp.dispatch import join as join
 from wfbp.launcher.function import run as run
-from wfbp.runtime.api.reducer import GradientReducer as GradientReducer
+from wfbp.runtime.api.array_reducer import GradientReducer as GradientReducer
 from wfbp.runtime.collectives.api import add_process_set as add_process_set
 from wfbp.runtime.collectives.api import allgather_object as allgather_object
 from wfbp.runtime.collectives.api import barrier as barrier

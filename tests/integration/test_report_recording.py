@@ -116,7 +116,7 @@ def test_recording_never_ends_training(
     def full(*paths: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("wfbp.runtime.timeline.os.replace", full)
+    monkeypatch.setattr("wfbp.runtime.timeline_files.os.replace", full)
     with caplog.at_level(logging.WARNING, "wfbp"):
         train(2, 40, tmp_path)  # written, or not, more than once
     told = [text for text in caplog.messages if "could not be recorded" in text]

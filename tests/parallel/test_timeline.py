@@ -14,7 +14,7 @@ from tests.support.launcher import mpirun
 from tests.support.trace_events import check
 from wfbp.cli.run_files import load_runs
 from wfbp.cli.timeline import command
-from wfbp.runtime.timeline import load, summarize
+from wfbp.runtime.timeline_files import load, summarize
 
 pytestmark = pytest.mark.parallel
 

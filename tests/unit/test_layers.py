@@ -165,7 +165,7 @@ RUNTIME = (
     "measuring",
     "arguments",
     "tuning",
-    "timeline",
+    "timeline_files",
     "buffers",
     "progress",
     "lane",

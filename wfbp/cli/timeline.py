@@ -29,7 +29,7 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
     several ranks. The merged file opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing.
     At a normal end of a job rank 0 merges them; this merges the files of a killed job.
     """
-    from wfbp.runtime.timeline import load, merge, save, summarize
+    from wfbp.runtime.timeline_files import load, merge, save, summarize
 
     folder = Path(places[0])
     paths = [Path(place) for place in places]

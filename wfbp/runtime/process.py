@@ -24,7 +24,7 @@ from wfbp.config import Config, read_environment, unknown_variables
 from wfbp.core.ranks import counted, name_values
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpError
 from wfbp.launcher.rank import WFBPRUN
-from wfbp.runtime import timeline, uncaught
+from wfbp.runtime import timeline_files, uncaught
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.cores import advice, num_threads, own_cores, part_of_cores
 from wfbp.runtime.runtime import Runtime
@@ -147,12 +147,12 @@ def shutdown() -> None:
 def _start_timeline(runtime: Runtime) -> None:
     """Record all ranks' steps and operations; collective."""
     config, rank = runtime.config, runtime.rank
-    path = timeline.rank_file(config.record, rank)
+    path = timeline_files.rank_file(config.record, rank)
     on_one_host = runtime.local_size == runtime.size
-    offset_s = 0.0 if on_one_host else timeline.clock_offset_s(runtime.channel.exchange)
+    offset_s = 0.0 if on_one_host else timeline_files.clock_offset_s(runtime.channel.exchange)
     steps, warn = config.record_steps, runtime.warn_once
     try:
-        writer = timeline.TraceWriter(path, rank, offset_s=offset_s, steps=steps, warn=warn)
+        writer = timeline_files.TraceWriter(path, rank, offset_s=offset_s, steps=steps, warn=warn)
     except OSError as error:
         warn(
             f"timeline {path.parent}",
@@ -165,10 +165,10 @@ def _start_timeline(runtime: Runtime) -> None:
 def _merge_timelines(runtime: Runtime) -> None:
     """Merge all ranks' timelines that this host has; errors are logged."""
     folder = Path(runtime.config.record)
-    paths = [timeline.rank_file(folder, rank) for rank in range(runtime.size)]
+    paths = [timeline_files.rank_file(folder, rank) for rank in range(runtime.size)]
     try:
-        documents = [timeline.load(path) for path in paths if path.exists()]
-        timeline.save(timeline.merge(documents), folder / "timeline.json")
+        documents = [timeline_files.load(path) for path in paths if path.exists()]
+        timeline_files.save(timeline_files.merge(documents), folder / "timeline.json")
     except (OSError, ValueError) as error:
         logging.getLogger("wfbp").warning("the timelines were not merged: %s", error)
 

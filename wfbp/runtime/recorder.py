@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.plan import Plan
 from wfbp.runtime.measuring import StepTimes
-from wfbp.runtime.timeline import save
+from wfbp.runtime.timeline_files import save
 from wfbp.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:  # `wfbp report` reads records without a runtime

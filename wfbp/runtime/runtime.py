@@ -25,7 +25,7 @@ from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
 from wfbp.runtime.progress.loop import TICK_S, LaneProtocol, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
-from wfbp.runtime.timeline import TraceWriter
+from wfbp.runtime.timeline_files import TraceWriter
 from wfbp.runtime.tuning.network import NetworkCosts
 
 log = logging.getLogger("wfbp")

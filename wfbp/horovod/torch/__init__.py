@@ -34,7 +34,7 @@ from wfbp.runtime.collectives.api import runtime_of
 from wfbp.runtime.collectives.forms import FORMS
 from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
-from wfbp.runtime.timeline import TraceWriter
+from wfbp.runtime.timeline_files import TraceWriter
 from wfbp.torch import (  # noqa: F401 - in __all__
     Average,
     DistributedOptimizerBase,

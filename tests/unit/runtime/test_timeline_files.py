@@ -23,10 +23,10 @@ from tests.support.trainer import Trainer, make_specs
 from wfbp.config import Config
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import TensorSpec
-from wfbp.runtime import timeline as module
+from wfbp.runtime import timeline_files as module
 from wfbp.runtime.measuring import StepTimes
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.timeline import TraceWriter, clock_offset_s, load, merge, save, summarize
+from wfbp.runtime.timeline_files import TraceWriter, clock_offset_s, load, merge, save, summarize
 
 CONFIG = Config(schedule="layerwise", warmup_steps=1, profile_steps=2, replan_threshold=0.0)
 STEPS = 40
