@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wfbp.torch.distributed.lane import GroupLane
+from wfbp.torch.distributed.group_lane import GroupLane
 
 
 class Sent:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from wfbp.torch.distributed.operations import reduction
+from wfbp.torch.distributed.group_collectives import reduction
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Under ``mpirun``, ``wfbprun`` or ``srun`` no address, port or rank is needed. In reading order:
 ``groups`` (how ranks meet), ``process_group`` (what PyTorch calls), ``work`` (what callers wait
-for), its subclasses in ``operations`` and ``messages`` (what ranks exchange), and ``lane`` (the
-communication thread's side).
+for), its subclasses in ``group_collectives`` and ``group_messages`` (what ranks exchange), and
+``group_lane`` (the communication thread's side).
 
 Example:
     >>> import torch, torch.distributed as dist

@@ -28,7 +28,7 @@ from wfbp.errors import BackendError, StallError, WfbpError
 from wfbp.launcher.hosts import interfaces
 from wfbp.runtime import launched, process
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch.distributed.lane import NOTICE
+from wfbp.torch.distributed.group_lane import NOTICE
 from wfbp.torch.distributed.process_group import ProcessGroup
 from wfbp.torch.distributed.work import future_waits
 

@@ -22,9 +22,14 @@ from wfbp.core.ranks import name_ranks
 from wfbp.errors import StallError
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.compiling import uncompiled_methods
-from wfbp.torch.distributed.lane import GroupLane
-from wfbp.torch.distributed.messages import GroupMessage
-from wfbp.torch.distributed.operations import METHODS, GroupCollective, each_call, parse_options
+from wfbp.torch.distributed.group_collectives import (
+    METHODS,
+    GroupCollective,
+    each_call,
+    parse_options,
+)
+from wfbp.torch.distributed.group_lane import GroupLane
+from wfbp.torch.distributed.group_messages import GroupMessage
 from wfbp.torch.distributed.work import GroupWork
 
 

@@ -16,7 +16,7 @@ import torch
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch.distributed.operations import sizes
+from wfbp.torch.distributed.group_collectives import sizes
 from wfbp.torch.distributed.work import GroupWork
 
 _LEFT_GRACE_S = 2.0

@@ -28,8 +28,8 @@ from wfbp.errors import DisagreementError, StallError, WfbpError
 from wfbp.runtime.progress.loop import LaneProtocol, needs_of
 from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch.distributed.messages import GroupMessage
-from wfbp.torch.distributed.operations import GroupCollective
+from wfbp.torch.distributed.group_collectives import GroupCollective
+from wfbp.torch.distributed.group_messages import GroupMessage
 
 NOTICE = "process group"
 """Kind of the notices of all lanes, which name their group."""
