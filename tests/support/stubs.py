@@ -51,7 +51,7 @@ T = TypeVar("T", npt.NDArray[Any], torch.Tensor, jax.Array)
 Numbers: TypeAlias = float | Sequence[Any] | np.generic
 """
 
-_HOROVOD = "from wfbp.horovod.torch.operands import HorovodOp\n"
+_HOROVOD = "from wfbp.horovod.torch.adasum import HorovodOp\n"
 
 _TORCH = "from wfbp.torch.compression import Compression, Compressor\n"
 

@@ -9,7 +9,7 @@ from wfbp.runtime.collectives import forms
 from wfbp.runtime.collectives.forms import Form, Parameters
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import Compression
-from wfbp.torch.operands import perform
+from wfbp.torch.tensor_operands import perform
 
 
 def parameters(form: Form) -> Parameters:

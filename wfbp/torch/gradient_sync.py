@@ -25,7 +25,7 @@ from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
-from wfbp.torch import exchanges, tensors
+from wfbp.torch import tensors, unplanned_exchanges
 from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.drift import Drift
@@ -484,7 +484,7 @@ class OptimizerSync:
         self._take(reduced)
         if reducer.sparse_anywhere:
             average = self._op is Op.AVERAGE
-            exchanges.add_sparse_sums(reducer, self._params, sparse, reduced, average)
+            unplanned_exchanges.add_sparse_sums(reducer, self._params, sparse, reduced, average)
         if self._forward.watching is not reducer.profiling:
             self._forward.follow()
         if not self._compared:
@@ -529,7 +529,7 @@ class OptimizerSync:
         """Before the first update, compare parameters and hyperparameters; a collective."""
         # After the step's gradients: all ranks must use the backend in the same order.
         params = self._params if self._check_parameters else []
-        for error in exchanges.differences(self.reducer, self.optimizer, params):
+        for error in unplanned_exchanges.differences(self.reducer, self.optimizer, params):
             self._on_difference(error)
             self.update.replicate()
             self._check_parameters = False
@@ -631,7 +631,7 @@ class OptimizerSync:
                     "evaluated on all ranks"
                 )
         if arguments and not self._alone:
-            exchanges.compare_arguments(self.reducer, arguments)
+            unplanned_exchanges.compare_arguments(self.reducer, arguments)
 
     def clip_grad_norm_(self, limit: Limit, is_reduced_here: bool) -> torch.Tensor:
         """Scale the reduced gradients; see the optimizer's method of that name."""
@@ -727,14 +727,16 @@ class OptimizerSync:
                 reducer.synchronize(whole=True)
                 self._check_drift()
                 if reducer.sparse_anywhere:
-                    exchanges.sparse_sums(reducer, self._params, {}, average=False)
+                    unplanned_exchanges.sparse_sums(reducer, self._params, {}, average=False)
                 if not self._compared:
                     self._compare()
                 if len(reducer.joined_ranks) == self.runtime.size:
                     return
                 self._note_joined()
                 if reducer.evaluated:
-                    exchanges.combined_losses(reducer, 0.0, self._op is Op.AVERAGE, joined=True)
+                    unplanned_exchanges.combined_losses(
+                        reducer, 0.0, self._op is Op.AVERAGE, joined=True
+                    )
                 note_progress()
         finally:
             reducer.joined = self._alone = False

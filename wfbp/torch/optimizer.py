@@ -22,11 +22,11 @@ from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.clipping import Limit
 from wfbp.torch.compiling import uncompiled
-from wfbp.torch.exchanges import combined_losses
 from wfbp.torch.gradient_sync import OptimizerSync
 from wfbp.torch.original import check_params, named_params, take_place, wrapped_of
 from wfbp.torch.own_methods import Differentiation, differentiable, is_own_method, resumed_by
 from wfbp.torch.state_sharding import SharedOutState
+from wfbp.torch.unplanned_exchanges import combined_losses
 
 _NUM_CALLS = 62
 """Names of methods are told apart modulo this, where ranks compare which call ends a step."""

@@ -17,7 +17,7 @@ from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.consistency import check_root, sharing_argument_errors
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch import operands, tensors
+from wfbp.torch import tensor_operands, tensors
 
 
 @signals.deferred
@@ -101,7 +101,7 @@ def _broadcast_tensors(runtime: Runtime, parameters: Any, find_root: Callable[[]
     with torch.no_grad():
         for name, tensor in named_tensors.items():
             whole = tensors.on_host(tensor)
-            operands.note_change(tensor)
+            tensor_operands.note_change(tensor)
             broadcast_one(runtime, name, tensors.raw(whole), root)
             if runtime.rank != root and whole.data_ptr() != tensor.data_ptr():
                 tensor.copy_(whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wfbp.horovod.torch.operands import adasum
+from wfbp.horovod.torch.adasum import adasum
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])

@@ -26,8 +26,8 @@ from wfbp.core.types import Op
 from wfbp.errors import InternalError as HorovodInternalError
 from wfbp.horovod import refuse
 from wfbp.horovod.torch import elastic
+from wfbp.horovod.torch.adasum import HorovodOp
 from wfbp.horovod.torch.collectives import *  # noqa: F403
-from wfbp.horovod.torch.operands import HorovodOp
 from wfbp.horovod.torch.optimizer import AdasumOptimizer, HorovodOptimizer
 from wfbp.runtime import process
 from wfbp.runtime.collectives.api import runtime_of

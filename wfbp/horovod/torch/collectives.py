@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from wfbp.core.types import Op
-from wfbp.horovod.torch.operands import perform
+from wfbp.horovod.torch.adasum import perform
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api, operands
 from wfbp.runtime.collectives.coordinator import Kind
 from wfbp.runtime.collectives.forms import FORMS, Form, make_functions
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch import collectives
-from wfbp.torch.operands import operand_of
+from wfbp.torch.tensor_operands import operand_of
 
 
 def _parameters(form: Form) -> tuple[tuple[str, Any, str], ...]:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from wfbp.errors import DisagreementError
-from wfbp.horovod.torch.operands import HorovodOp, perform
+from wfbp.horovod.torch.adasum import HorovodOp, perform
 from wfbp.runtime import consistency
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.collectives.forms import FORMS

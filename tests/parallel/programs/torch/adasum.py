@@ -13,7 +13,7 @@ import wfbp.horovod.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import adamw, mlp, momentum, pair, same, square
 from wfbp.errors import DisagreementError
-from wfbp.horovod.torch.operands import adasum
+from wfbp.horovod.torch.adasum import adasum
 
 check = Checks()
 

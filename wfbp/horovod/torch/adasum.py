@@ -16,7 +16,7 @@ from wfbp.runtime.collectives.coordinator import Kind
 from wfbp.runtime.collectives.forms import Form
 from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
-from wfbp.torch import operands as torch_operands
+from wfbp.torch import tensor_operands
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.tensors import check
 
@@ -52,7 +52,7 @@ def perform(
         return _perform_adasum(form, tensors, name, **options)
     if op is not None or form.kind is Kind.ALLREDUCE:
         options["op"] = Op.AVERAGE if op is None else op
-    return torch_operands.perform(form, tensors, name, averages_gradients=True, **options)
+    return tensor_operands.perform(form, tensors, name, averages_gradients=True, **options)
 
 
 def _perform_adasum(
@@ -71,7 +71,7 @@ def _perform_adasum(
         raise ValueError(f"{HorovodOp.ADASUM} combines a power of two of ranks; there are {size}")
 
     def make(tensor: torch.Tensor, label: str, member: str | None) -> NamedOperation[Any]:
-        check(label, tensor, torch_operands.NAMES)
+        check(label, tensor, tensor_operands.NAMES)
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"{HorovodOp.ADASUM} combines floating point; found {tensor.dtype}")
         mine, context = compression.compress(tensor.detach())
@@ -82,7 +82,7 @@ def _perform_adasum(
         )
         operation = operands.make_operation(
             Kind.ALLGATHER,
-            torch_operands.operand_of((mine * prescale_factor)[None]),
+            tensor_operands.operand_of((mine * prescale_factor)[None]),
             member,
             process_set,
             called=f"{called}, {member!r}" if member else called,
@@ -96,8 +96,8 @@ def _perform_adasum(
                 with torch.no_grad():
                     return tensor.copy_(result)
             if tensor.requires_grad and torch.is_grad_enabled():
-                refuse = partial(torch_operands.refuse_gradient, HorovodOp.ADASUM)
-                result = torch_operands.Connect.apply(tensor, None, [result], refuse)  # type: ignore[no-untyped-call]
+                refuse = partial(tensor_operands.refuse_gradient, HorovodOp.ADASUM)
+                result = tensor_operands.Connect.apply(tensor, None, [result], refuse)  # type: ignore[no-untyped-call]
             return result
 
         operation.finish = finish
