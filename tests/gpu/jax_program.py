@@ -22,8 +22,8 @@ import optax
 
 import wfbp.jax as wfbp
 from tests.gpu import place
-from wfbp.jax import exchanges, native
-from wfbp.jax.device import GpuPrograms
+from wfbp.jax import gradient_exchange, xla_handlers
+from wfbp.jax.xla_device import GpuPrograms
 
 SCHEDULES = ("auto", "layerwise", "oasr", "mgwfbp", "single", "threshold")
 STEPS = 24
@@ -76,8 +76,8 @@ def use_software(library: str) -> None:
     from tests.support.software_xla import SoftwareXla, stand_in
 
     device, module = place.software_device(SoftwareXla, library), stand_in()
-    native._built = lambda: module
-    exchanges.find_programs = lambda handlers: GpuPrograms(handlers, device)
+    xla_handlers._built = lambda: module
+    gradient_exchange.find_programs = lambda handlers: GpuPrograms(handlers, device)
 
 
 def main() -> None:
@@ -100,7 +100,9 @@ def main() -> None:
     found["optimizer"] = difference(train(jax.value_and_grad, wrapped, mine), wanted)
     wanted = train(jax.value_and_grad, adam, slice(None), jit=False)
     found["without jit"] = difference(train(wfbp.value_and_grad, adam, mine, jit=False), wanted)
-    assert exchanges.exchange_registry().programs.name.startswith("GPU"), jax.default_backend()
+    assert gradient_exchange.exchange_registry().programs.name.startswith("GPU"), (
+        jax.default_backend()
+    )
     place.conclude(options.out, options.library, found)
 
 

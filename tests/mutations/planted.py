@@ -362,10 +362,10 @@ JAX = [
         unit("jax/test_arguments"),
     ),
     Mutation(
-        "jax/exchanges.py",
+        "jax/gradient_exchange.py",
         "if self._addresses[index] or self._closing:",
         "if self._closing:",
-        unit("jax/test_exchanges"),
+        unit("jax/test_gradient_exchange"),
     ),
     Mutation(
         "runtime/reducer.py",

@@ -12,8 +12,8 @@ import jax
 
 from tests.support.shared import compiled
 from tests.support.software_device import HOST, SoftwareDevice, SoftwareEvent, memory
-from wfbp.jax import native
-from wfbp.jax.device import XlaStreams
+from wfbp.jax import xla_handlers
+from wfbp.jax.xla_device import XlaStreams
 
 SOURCE = Path(__file__).with_name("xla_streams") / "streams.cc"
 INDEX = 3
@@ -70,7 +70,7 @@ def stand_in(stream: int = HOST) -> Any:
     include = f"-I{jax.ffi.include_dir()}"
     command = [compiler, "-std=c++17", "-shared", "-fPIC", include, str(SOURCE)]
     streams = ctypes.CDLL(str(compiled(command)))
-    real: Any = native._built() or native._compiled()
+    real: Any = xla_handlers._built() or xla_handlers._compiled()
     for_cuda = real.handlers()["CUDA"]
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.argtypes, pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p

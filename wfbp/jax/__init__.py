@@ -30,9 +30,8 @@ except ImportError as _error:
     ) from _error
 
 from wfbp.core.types import Op
-from wfbp.jax.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
-from wfbp.jax.device import set_local_device
-from wfbp.jax.exchanges import report
+from wfbp.jax.collective_primitive import allgather, allreduce, alltoall, broadcast, reducescatter
+from wfbp.jax.gradient_exchange import report
 from wfbp.jax.gradients import DistributedOptimizer, grad, value_and_grad
 from wfbp.jax.trees import (
     allgather_object,
@@ -41,6 +40,7 @@ from wfbp.jax.trees import (
     broadcast_object,
     broadcast_parameters,
 )
+from wfbp.jax.xla_device import set_local_device
 from wfbp.runtime.collectives.api import init
 from wfbp.runtime.process import is_initialized, local_rank, local_size, rank, shutdown, size
 

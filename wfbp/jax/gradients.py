@@ -24,8 +24,8 @@ from jax.interpreters import ad, batching, mlir
 
 from wfbp.config import Config
 from wfbp.core.types import Op, TensorSpec
-from wfbp.jax.collectives import is_compiling
-from wfbp.jax.exchanges import ExchangeDescription, exchange_registry
+from wfbp.jax.collective_primitive import is_compiling
+from wfbp.jax.gradient_exchange import ExchangeDescription, exchange_registry
 from wfbp.jax.trees import is_value
 from wfbp.runtime import process
 from wfbp.runtime.arguments import FLOATING, ReducerOptions

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from wfbp.core.types import Op
-from wfbp.jax.collectives import Collective, allreduce, is_compiling
-from wfbp.jax.native import wait_for_programs
+from wfbp.jax.collective_primitive import Collective, allreduce, is_compiling
+from wfbp.jax.xla_handlers import wait_for_programs
 from wfbp.runtime import process
 from wfbp.runtime.api.parameters import MANY, broadcast_buffers
 from wfbp.runtime.collectives import api

@@ -347,7 +347,7 @@ def test_own_threads_leave_the_programs_captures_alone(monkeypatch: pytest.Monke
 
 def test_xlas_device_is_at_home_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jax")
-    from wfbp.jax import device as xla
+    from wfbp.jax import xla_device as xla
 
     cuda = Cuda(4)
     modules(cuda, monkeypatch)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from wfbp.core.types import TensorSpec
 from wfbp.jax import gradients
-from wfbp.jax.exchanges import ExchangeDescription
+from wfbp.jax.gradient_exchange import ExchangeDescription
 from wfbp.runtime.arguments import ReducerOptions
 
 REQUEST = ExchangeDescription(

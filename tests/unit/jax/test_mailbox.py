@@ -14,7 +14,7 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 
-from wfbp.jax import native
+from wfbp.jax import xla_handlers
 
 KEY = 77
 LEAVES = 4
@@ -23,7 +23,7 @@ LEAVES = 4
 @pytest.fixture(scope="module")
 def handlers() -> Any:
     """Those of this process, without the thread that forwards them."""
-    return native.load()
+    return xla_handlers.load()
 
 
 def announced(*indices: int) -> None:

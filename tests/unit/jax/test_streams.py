@@ -21,8 +21,8 @@ from wfbp.comm.memory import Memory
 from wfbp.config import Config
 from wfbp.core.plan import Plan
 from wfbp.core.types import TensorSpec
-from wfbp.jax.device import GpuPrograms
-from wfbp.jax.exchanges import ExchangeDescription, ExchangeRegistry, GradientExchange
+from wfbp.jax.gradient_exchange import ExchangeDescription, ExchangeRegistry, GradientExchange
+from wfbp.jax.xla_device import GpuPrograms
 from wfbp.runtime import process
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import GroupBuffer

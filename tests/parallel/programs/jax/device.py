@@ -13,8 +13,8 @@ from tests.support.fake_nccl import FakeNccl
 from tests.support.software_xla import SoftwareXla, stand_in
 from wfbp.comm import cost_probe
 from wfbp.comm.mpi.mpi_backend import MpiBackend
-from wfbp.jax import exchanges, native
-from wfbp.jax.device import GpuPrograms
+from wfbp.jax import gradient_exchange, xla_handlers
+from wfbp.jax.xla_device import GpuPrograms
 
 
 def main() -> None:
@@ -23,8 +23,8 @@ def main() -> None:
     if sys.argv.pop() == "NCCL":
         device.library = FakeNccl(device, MpiBackend)
     module = stand_in()
-    native._built = lambda: module
-    exchanges.find_programs = lambda handlers: GpuPrograms(handlers, device)
+    xla_handlers._built = lambda: module
+    gradient_exchange.find_programs = lambda handlers: GpuPrograms(handlers, device)
     program.check.main()
     device.drain()
     assert device.calls["pack"] > 20

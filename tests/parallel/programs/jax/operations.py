@@ -17,7 +17,8 @@ from tests.parallel.programs.harness import MODES, Checks, raises
 from tests.parallel.programs.torch.collective_values import combined, values
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError
-from wfbp.jax import collectives, trees
+from wfbp.jax import collective_primitive as collectives
+from wfbp.jax import trees
 from wfbp.runtime import process
 
 check = Checks()

@@ -13,7 +13,7 @@ pytest.importorskip("jax")
 
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
-from wfbp.jax.exchanges import ExchangeDescription, GradientExchange
+from wfbp.jax.gradient_exchange import ExchangeDescription, GradientExchange
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.step import BufferView
 

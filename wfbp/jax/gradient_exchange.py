@@ -21,8 +21,8 @@ import jax
 
 from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError
-from wfbp.jax import native
-from wfbp.jax.device import Copy, HandlerPlace, Programs, find_programs
+from wfbp.jax import xla_handlers
+from wfbp.jax.xla_device import Copy, HandlerPlace, Programs, find_programs
 from wfbp.runtime import consistency, process, signals
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
@@ -327,8 +327,8 @@ class ExchangeRegistry:
 
 @functools.cache
 def exchange_registry() -> ExchangeRegistry:
-    """The process's registry; raises errors of :func:`find_programs` and ``native.load``."""
-    handlers = native.load()
+    """The process's registry; raises errors of :func:`find_programs` and ``xla_handlers.load``."""
+    handlers = xla_handlers.load()
     return ExchangeRegistry(handlers, find_programs(handlers))
 
 

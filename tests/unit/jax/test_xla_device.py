@@ -20,9 +20,9 @@ from tests.support.software_device import memory
 from tests.support.software_xla import INDEX, SoftwareXla
 from wfbp.core.types import TensorSpec
 from wfbp.errors import NotInitializedError, WfbpError
-from wfbp.jax import device, gradients
-from wfbp.jax.device import GpuPrograms, Programs, find_programs
-from wfbp.jax.exchanges import ExchangeDescription, exchange_registry
+from wfbp.jax import gradients, xla_device
+from wfbp.jax.gradient_exchange import ExchangeDescription, exchange_registry
+from wfbp.jax.xla_device import GpuPrograms, Programs, find_programs
 from wfbp.runtime import process
 from wfbp.runtime.arguments import ReducerOptions
 
@@ -108,7 +108,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     placed: Any = _Placed()
     told: list[tuple[str, str]] = []
     monkeypatch.setattr(process, "_runtime", placed)
-    monkeypatch.setattr(device, "count_devices", lambda: 4)
+    monkeypatch.setattr(xla_device, "count_devices", lambda: 4)
     monkeypatch.setattr(jax.config, "update", lambda *setting: told.append(setting))
     return told
 
@@ -135,7 +135,7 @@ def test_jax_was_asked_too_late(
 def test_more_ranks_than_gpus(
     config: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "count_devices", lambda: 2)
+    monkeypatch.setattr(xla_device, "count_devices", lambda: 2)
     with pytest.raises(RuntimeError, match=r"but 2 GPUs.*set jax_cuda_visible_devices with"):
         wfbp.set_local_device()
     assert config == []

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-from wfbp.jax import native
+from wfbp.jax import xla_handlers
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -32,7 +32,7 @@ def test_compiled_once_and_found_again(
 ) -> None:
     """By two processes that start together."""
     program = (
-        "from wfbp.jax import native; m = native._compiled(); print(m.JAXLIB); "
+        "from wfbp.jax import xla_handlers; m = xla_handlers._compiled(); print(m.JAXLIB); "
         "print(*(f'{platform} {sorted(h)}' for platform, h in m.handlers().items()))"
     )
     wrapper = tmp_path / "compiler"  # optimizes nothing: what it makes is not timed here
@@ -52,14 +52,14 @@ def test_compiled_once_and_found_again(
     assert len(list(cache.glob("*.so"))) == 1
     assert not [f for f in cache.iterdir() if f.suffix not in (".so", ".lock")]
     monkeypatch.setenv("CXX", "/bin/false")
-    assert hasattr(native._compiled(), "listen")
+    assert hasattr(xla_handlers._compiled(), "listen")
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/compiler -O1"])
 def test_without_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(ImportError, match=r"compiler -O1 failed|/bin/false failed") as caught:
-        native._compiled()
+        xla_handlers._compiled()
     assert "g++ python3-dev" in str(caught.value)
     assert not list(cache.glob("*.so"))
 
@@ -68,17 +68,17 @@ def test_without_a_folder_to_write_to(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ImportError, match="set XDG_CACHE_HOME"):
-        native._compiled()
+        xla_handlers._compiled()
 
 
 def test_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_SOURCES", ())
+    monkeypatch.setattr(xla_handlers, "_SOURCES", ())
     with pytest.raises(ImportError, match="reinstall wfbp"):
-        native._compiled()
+        xla_handlers._compiled()
 
 
 def test_copies() -> None:
-    handlers = native.load()
+    handlers = xla_handlers.load()
     source = [np.arange(5.0), np.arange(3, dtype=np.uint8), np.empty(0)]
     target = [np.zeros_like(a) for a in source]
 

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from wfbp.core.types import Op, item_bytes, real_dtype
-from wfbp.jax.native import wait_for_programs
+from wfbp.jax.xla_handlers import wait_for_programs
 from wfbp.runtime import process
 from wfbp.runtime.collectives.arithmetic import equal_rows
 from wfbp.runtime.collectives.coordinator import Kind
