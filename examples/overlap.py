@@ -33,7 +33,7 @@ from rich.text import Text
 from wfbp.runtime.timeline_files import load as load_timeline
 
 HERE = Path(__file__).resolve().parent
-LINK = HERE.parent / "launch" / "link.py"
+LINK = HERE.parent / "tools" / "link.py"
 NAMES = ("DDP", "wfbp")
 FOLDER = "demo"
 """Of page and data."""
@@ -182,7 +182,7 @@ def start(options: argparse.Namespace, over_link: bool) -> None:
 def why_no_link() -> str:
     """Why a real link cannot be made here, as in most containers; empty if it can."""
     if not LINK.exists():
-        return "launch/link.py is not here"
+        return "tools/link.py is not here"
     name = ("--name", f"wfbp-try{os.getpid()}")
     done = subprocess.run([sys.executable, LINK, "up", *name], capture_output=True, text=True)
     if done.returncode:

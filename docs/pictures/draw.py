@@ -5,7 +5,7 @@
     python docs/pictures/draw.py --read runs/pictures    # draw runs that were recorded earlier
 
 Two ranks on one machine train ``train.py`` over a link of 500 Mbit/s between two network namespaces
-(``launch/link.py``), once by each schedule, with ``WFBP_RECORD``. Of each run, ``steps.json`` keeps
+(``tools/link.py``), once by each schedule, with ``WFBP_RECORD``. Of each run, ``steps.json`` keeps
 the step whose time is the median of the last twenty, as rank 0 saw it. All are drawn on one scale,
 as ``SCHEDULE.svg``; ``overlap.svg`` compares two of them. ``pays.svg`` is a prediction.
 """
@@ -84,7 +84,7 @@ class Step(NamedTuple):
 
 def record(folder: Path) -> None:
     """Run each schedule over the link, each into a folder named after it."""
-    link = [sys.executable, str(HERE.parents[1] / "launch" / "link.py")]
+    link = [sys.executable, str(HERE.parents[1] / "tools" / "link.py")]
     for schedule in SCHEDULES:
         settings = {"WFBP_SCHEDULE": schedule, "WFBP_RECORD": str(folder / schedule)}
         settings |= {"WFBP_THRESHOLD_BYTES": "4M", "OMP_NUM_THREADS": "1"}

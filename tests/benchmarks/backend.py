@@ -1,7 +1,7 @@
 """DDP, FSDP2 and single collectives by the backend wfbp of torch.distributed, against gloo.
 
     mpirun -np 2 python -m tests.benchmarks backend [--models mlp gpt fsdp2-gpt] [--sizes 4K 1M]
-    python launch/link.py run --rate 1gbit -np 2 -- python -m tests.benchmarks backend
+    python tools/link.py run --rate 1gbit -np 2 -- python -m tests.benchmarks backend
 
 Both backends have a group in the same processes. Blocks of each take turns; a time is the slowest
 rank's, a row the median over rounds. ``ratio`` is wfbp's median over gloo's. For collectives the

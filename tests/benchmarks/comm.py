@@ -5,7 +5,7 @@ blocking all-reduce of the whole message, the same in chunks of 1 and 4 MiB, and
 Reduce-scatters and all-gathers follow, by bytes of the whole buffer. The ranks start each together;
 a time is the slowest rank's. Then the CPU time of the runtime's communication thread: with nothing
 to do, and waiting for a rank that is late. With ``--gbit``, streams of messages on a link of that
-rate, too (``launch/link.py`` makes one). With ``--sweep``, only all-reduces of ``--max-bytes``, by
+rate, too (``tools/link.py`` makes one). With ``--sweep``, only all-reduces of ``--max-bytes``, by
 size of the backend's chunks and of what is under way.
 """
 

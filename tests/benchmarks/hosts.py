@@ -1,6 +1,6 @@
 """Collectives of hosts with several ranks each: on two levels, and by every rank alone.
 
-    python launch/link.py run --hosts 2 --rate 1gbit -np 4 -- python -m tests.benchmarks hosts
+    python tools/link.py run --hosts 2 --rate 1gbit -np 4 -- python -m tests.benchmarks hosts
 
 ``alone`` is ``WFBP_REPRODUCIBLE=1``: every rank sends its own data to every other. Both take turns;
 a time is that of the slowest rank, and the median of all rounds. With ``--between`` and

@@ -1,7 +1,7 @@
 """Many ranks on one machine: how long they take to start and to plan, and their memory.
 
     mpirun -np 32 python -m tests.benchmarks ranks
-    python launch/link.py run --hosts 4 -np 32 -- python -m tests.benchmarks ranks
+    python tools/link.py run --hosts 4 -np 32 -- python -m tests.benchmarks ranks
 
 Trains a tiny model until its first plan is installed. Times are those of the slowest rank, memory
 is that of the largest. ``start`` is ``wfbp.init()``, after all ranks have imported everything.

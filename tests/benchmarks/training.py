@@ -138,7 +138,7 @@ def _number(value: float | None, form: str) -> str:
 
 TABLE_WIDTH = 160
 LINKS = ("none", "1gbit", "5gbit")
-LINK_SCRIPT = Path(__file__).parents[2] / "launch" / "link.py"
+LINK_SCRIPT = Path(__file__).parents[2] / "tools" / "link.py"
 LINK_INTERFACE = "wl0"
 
 

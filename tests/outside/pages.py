@@ -233,7 +233,7 @@ def folder_of(task: Task, parent: Path) -> Path:
     if folder.exists():
         return folder
     folder.mkdir()
-    for name in ("examples", "launch"):
+    for name in ("examples", "launch", "tools"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "sources").mkdir()
     (folder / "sources/tests").symlink_to(ROOT / "tests")

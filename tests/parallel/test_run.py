@@ -103,7 +103,7 @@ def test_two_hosts(program: Path) -> None:
     """Network namespaces as hosts, reached by a shell of the test's own."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
-    sys.path.insert(0, str(launcher.ROOT / "launch"))
+    sys.path.insert(0, str(launcher.ROOT / "tools"))
     try:
         from link import Link, inside
     finally:

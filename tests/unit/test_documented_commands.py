@@ -52,7 +52,7 @@ def check_python(words: list[str]) -> None:
         module = f"{module}.{words[2]}"
     spec = find_spec(module)
     assert spec is not None, f"no module {module}"
-    if module.startswith("tests."):
+    if module.startswith(("tests.", "tools.")):
         assert spec.origin is not None
         folder = Path(spec.origin).parent
         own = [spec.origin] if folder.name == "benchmarks" else folder.glob("*.py")

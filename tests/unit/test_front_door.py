@@ -1,4 +1,4 @@
-"""What readers meet first stays short and readable; ``tests.front_door`` counts what it claims."""
+"""What readers meet first stays short and readable; ``tools.front_door`` counts what it claims."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from tests import front_door
-from tests.front_door import Prose
+from tools import front_door
+from tools.front_door import Prose
 from wfbp.config import Config
 
 

@@ -64,7 +64,7 @@ def test_the_demo_says_why_it_cannot_make_a_link(tmp_path: Path) -> None:
     """As root in a container, of which nothing but a trial tells that namespaces are refused."""
     why_no_link = runpy.run_path(str(ROOT / "examples" / "overlap.py"))["why_no_link"]
     link = why_no_link.__globals__["LINK"] = tmp_path / "link.py"
-    assert why_no_link() == "launch/link.py is not here"
+    assert why_no_link() == "tools/link.py is not here"
     link.write_text("import sys; sys.exit('link.py: ip netns add a: Operation not permitted')")
     assert why_no_link() == "ip netns add a: Operation not permitted"
     link.write_text(f"import sys; open({str(tmp_path / 'log')!r}, 'a').write(sys.argv[1] + ' ')")

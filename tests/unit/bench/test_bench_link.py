@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.launcher import interpreter, needs_namespaces
 
-SCRIPT = Path(__file__).parents[3] / "launch" / "link.py"
+SCRIPT = Path(__file__).parents[3] / "tools" / "link.py"
 
 
 def load() -> ModuleType:

@@ -1,10 +1,10 @@
 """Which files of the package one training step executes, as recorded and not as claimed.
 
-    python -m tests.step_files                    # all-reduces over messages, two ranks
-    python -m tests.step_files hybrid             # another schedule
-    python -m tests.step_files --shared-memory    # on one host
-    python -m tests.step_files --functions        # also the functions of each file
-    python -m tests.step_files --package          # lines, classes and functions, whole package
+    python -m tools.step_files                    # all-reduces over messages, two ranks
+    python -m tools.step_files hybrid             # another schedule
+    python -m tools.step_files --shared-memory    # on one host
+    python -m tools.step_files --functions        # also the functions of each file
+    python -m tools.step_files --package          # lines, classes and functions, whole package
 
 A small model trains until its plan is installed. Then every Python function of the package that
 any thread of rank 0 enters within three steps is recorded. C++ does not appear: add
@@ -92,7 +92,7 @@ def measure(schedule: str, shared_memory: bool) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "files.json")
         command = [
-            python.with_name("mpirun"), "-n", "2", python, "-m", "tests.step_files",
+            python.with_name("mpirun"), "-n", "2", python, "-m", "tools.step_files",
             schedule, "--record", result,
         ]  # fmt: skip
         environment = {
@@ -107,7 +107,7 @@ def measure(schedule: str, shared_memory: bool) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.step_files")
+    parser = argparse.ArgumentParser(prog="python -m tools.step_files")
     parser.add_argument("schedule", nargs="?", default="oasr")
     parser.add_argument("--shared-memory", action="store_true")
     parser.add_argument("--functions", action="store_true")

@@ -1,7 +1,7 @@
 """What a reader meets first, in numbers: sentences, words, public names, settings.
 
-    python -m tests.front_door               # all figures
-    python -m tests.front_door --findings    # each sentence that a reader may stumble over
+    python -m tools.front_door               # all figures
+    python -m tools.front_door --findings    # each sentence that a reader may stumble over
 
 A *finding* is a sentence of more than 32 words, or one that matches a pattern below. The patterns
 cannot read, so some findings are fine. Prose is running text of Markdown, docstrings and comments.
@@ -129,7 +129,7 @@ def num_names(module: str) -> int:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.front_door")
+    parser = argparse.ArgumentParser(prog="python -m tools.front_door")
     parser.add_argument("--findings", action="store_true")
     options = parser.parse_args()
     for name, roots in (("README and docs", DOCS), ("package", PACKAGE)):
