@@ -1,4 +1,4 @@
-"""What a reader meets first, in numbers: sentences, words, public names, settings.
+"""Figures of what a reader meets first: sentences, words, public names, settings.
 
     python -m tools.front_door               # all figures
     python -m tools.front_door --findings    # each sentence that a reader may stumble over

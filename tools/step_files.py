@@ -1,10 +1,9 @@
-"""Which files of the package one training step executes, as recorded and not as claimed.
+"""Records the files of the package that one training step executes.
 
-    python -m tools.step_files                    # all-reduces over messages, two ranks
-    python -m tools.step_files hybrid             # another schedule
+    python -m tools.step_files [SCHEDULE]         # over messages, two ranks
     python -m tools.step_files --shared-memory    # on one host
-    python -m tools.step_files --functions        # also the functions of each file
-    python -m tools.step_files --package          # lines, classes and functions, whole package
+    python -m tools.step_files --functions        # functions, too
+    python -m tools.step_files --package          # the package's size
 
 A small model trains until its plan is installed. Then every Python function of the package that
 any thread of rank 0 enters within three steps is recorded. C++ does not appear: add

@@ -69,7 +69,7 @@ def test_memory_belongs_to_its_stream(cupy: Any) -> None:
 
 
 def test_events_that_are_lent(cupy: Any) -> None:
-    """What XLA's threads record by the driver's own function, the runtime waits for."""
+    """The runtime waits for events that XLA's threads record by the driver's own function."""
     pytest.importorskip("jax")
     from wfbp.jax.xla_device import XlaDevice
 

@@ -142,7 +142,7 @@ def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path, quick: dict[
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert any(name.startswith("wfbp/_native.") and name.endswith(".so") for name in names)
-    # What is compiled at first use: the kernels, and the handlers where JAX came later.
+    # Compiled at first use: the kernels, and the handlers if JAX was installed later.
     compiled = {"wfbp/jax/xla_handlers.py", "wfbp/jax/jax_ffi.cc", "wfbp/cuda/pack.cu"}
     compiled |= {f"wfbp/jax/jax_{part}.h" for part in ("events", "mailbox", "values")}
     examples = {"wfbp/cli/examples/traces/resnet-50.json", "wfbp/cli/examples/costs/10gbe-16.json"}

@@ -228,7 +228,7 @@ def failure(task: Task, environment: Environment, folder: Path) -> str:
 
 
 def folder_of(task: Task, parent: Path) -> Path:
-    """Where the commands of a page run: with its program, or that of the quickstart."""
+    """The folder that a page's commands run in: with its program, or that of the quickstart."""
     folder = parent / re.sub(r"\W+", "-", task.page)
     if folder.exists():
         return folder

@@ -60,7 +60,7 @@ class SoftwareXla(XlaStreams, SoftwareDevice):
 
 
 def stand_in(stream: int = HOST) -> Any:
-    """The module of handlers, in which those for CUDA stand for those of the CPU.
+    """The module of handlers; the CPU calls those for CUDA.
 
     Args:
         stream: that they are told.

@@ -1,4 +1,4 @@
-"""What readers meet first stays short and readable; ``tools.front_door`` counts what it claims."""
+"""Pages stay short and readable, and public names few; ``tools.front_door`` counts."""
 
 from __future__ import annotations
 

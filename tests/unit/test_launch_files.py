@@ -61,7 +61,7 @@ def test_an_image(path: Path) -> None:
 
 
 def test_the_demo_says_why_it_cannot_make_a_link(tmp_path: Path) -> None:
-    """As root in a container, of which nothing but a trial tells that namespaces are refused."""
+    """As root in a container, only a trial shows that namespaces are refused."""
     why_no_link = runpy.run_path(str(ROOT / "examples" / "overlap.py"))["why_no_link"]
     link = why_no_link.__globals__["LINK"] = tmp_path / "link.py"
     assert why_no_link() == "tools/link.py is not here"

@@ -36,7 +36,7 @@ class Clock:
 
 
 def test_an_emulated_link_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of which nobody else takes time."""
+    """On a machine without other load."""
     clock = Clock()
     modules = ["wfbp.comm.backend", "wfbp.comm.cost_probe", "wfbp.comm.waiting"]
     for module in (*modules, "tests.support.emulated_link"):

@@ -104,7 +104,7 @@ class _Placed:
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What JAX is told; there are four GPUs, and this is the third rank of its host."""
+    """The settings given to JAX for four GPUs, on the third rank of its host."""
     placed: Any = _Placed()
     told: list[tuple[str, str]] = []
     monkeypatch.setattr(process, "_runtime", placed)

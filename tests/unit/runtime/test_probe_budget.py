@@ -39,8 +39,8 @@ def test_slow_messages_are_few(alpha_s: float) -> None:
     sizes = probe_sizes(1 << 20)
     assert [points[0][0], points[-1][0]] == [sizes[0], sizes[-1]]
     assert all(seconds >= alpha_s / 2 for _, seconds in points)
-    # What the budget pays for, and what is sent in any case: two messages before the first size,
-    # and two for each size that is begun within the budget, and for the largest.
+    # Within the budget, and in any case: two messages before the first size, and two for each
+    # size that is begun within the budget, and for the largest.
     begun = 2 * (len(points) + 1)
     assert link.num_messages <= 0.2 / alpha_s * cost_probe.WINDOW + begun
     assert len(points) < len(sizes)

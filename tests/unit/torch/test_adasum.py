@@ -1,4 +1,4 @@
-"""Adasum of tensors that are there."""
+"""Adasum of tensors on one rank."""
 
 from __future__ import annotations
 
