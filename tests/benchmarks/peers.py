@@ -201,11 +201,9 @@ def ratio(result: dict[str, Any]) -> str:
 class Row(NamedTuple):
     """One measurement, a row of the table.
 
-    Args:
-        link, model: keys of :data:`LINKS` and :data:`MODELS`.
-        times, cpu: milliseconds by contestant, of those that ran; wall and CPU time.
-        ratio: wfbp's time over that of the best DDP, with quartiles.
-        predicted: milliseconds that wfbp predicts for its plan.
+    ``link`` and ``model`` are keys of :data:`LINKS` and :data:`MODELS`. ``times`` and ``cpu`` are
+    milliseconds by contestant, of those that ran. ``ratio`` is wfbp's time over that of the best
+    DDP, with quartiles. ``predicted`` is the time in milliseconds that wfbp expects of its plan.
     """
 
     link: str
