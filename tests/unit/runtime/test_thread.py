@@ -22,7 +22,7 @@ from wfbp.errors import (
     StallError,
     WfbpError,
 )
-from wfbp.runtime.progress.loop import Reply
+from wfbp.runtime.progress.loop import ProgressLoop, Reply
 from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.progress.thread import THREAD_NAME, CommunicationThread
 
@@ -57,6 +57,7 @@ class StubLane:
         self.owes_work = False
         self.has_room = True
         self.expected_s: float | None = None
+        self.step_s: float | None = None
         self.waiting_since: float | None = None
         self.error: WfbpError | None = None
         self.trouble: Exception | None = None
@@ -603,3 +604,18 @@ def test_the_thread_stands_by_while_training_drives(
         time.sleep(0.01)
     assert len(passes) >= 5
     assert THREAD_NAME not in passes
+
+
+@pytest.mark.parametrize(("seen_s", "naps"), [(None, True), (1e-4, False), (2e-2, True)])
+def test_a_prediction_longer_than_what_was_seen_brings_no_naps(
+    monkeypatch: pytest.MonkeyPatch, seen_s: float | None, naps: bool
+) -> None:
+    """As of a probe on a busy machine; long naps would then prove it right."""
+    backend = LocalWorld(1).backend(0)
+    monkeypatch.setattr(type(backend), "step_s", seen_s)
+    loop = ProgressLoop(backend, Config(), "rank 0 of 2")
+    lane = StubLane()
+    lane.busy, lane.expected_s, lane.step_s = True, 5e-2, 1e-2
+    loop.add_lane(lane)
+    loop.waiter.progressed()
+    assert (loop.progress(urgent=True) > 0) == naps

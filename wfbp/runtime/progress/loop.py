@@ -472,8 +472,11 @@ class ProgressLoop:
                     longest_s, step_s = expected_s, lane.step_s
         if not busy:
             return TICK_S
-        if step_s is None:  # none was predicted
-            step_s = self._backend.step_s
+        # A probe on a busy machine predicts steps that are too long; long naps would then prove it
+        # right. So the fastest step that was seen counts, if that is less.
+        seen_s = self._backend.step_s
+        if step_s is None or (seen_s is not None and seen_s < step_s):
+            step_s = seen_s
         nap_s = self.waiter.nap_s(urgent, longest_s, step_s)
         return _IDLE_S if idle and nap_s >= MAX_NAP_S else nap_s
 
