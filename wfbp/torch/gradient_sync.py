@@ -372,6 +372,8 @@ class OptimizerSync:
             if calls and calls[-1]:
                 this()._expect_use(calls[-1])  # type: ignore[union-attr]
             grad: Any = param.grad
+            if grad is None:  # another hook has taken it: as if backward had made none
+                return
             # A sparse gradient is never contiguous.
             if not (grad.is_contiguous() and grad.numel() == count and grad.dtype is dtype):
                 this()._announce(index, grad)  # type: ignore[union-attr]

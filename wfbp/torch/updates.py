@@ -171,13 +171,25 @@ class Update:
         """Step some tensors, by the id of the parameter that each stands for, by an optimizer of
         the same class with the settings of this step, and ``more`` attributes."""
         attributes, groups = self._settings
-        stepped: Any = object.__new__(type(self._optimizer))
+        kind = type(self._optimizer)
+        stepped: Any = object.__new__(kind)
         stepped.__dict__.update(attributes, **more)
         stepped.param_groups = []
         for group in groups:
             if params := [targets[id(p)] for p in group["params"] if id(p) in targets]:
                 stepped.param_groups.append({**group, "params": params})
-        return self._bare_step(stepped)
+        if kind.__module__.startswith("torch.optim."):
+            return self._bare_step(stepped)
+        before = _settings_of(stepped)
+        result = self._bare_step(stepped)
+        after = _settings_of(stepped)
+        if changed := {name for name, *_ in after ^ before}:
+            raise RuntimeError(
+                f"{self._name}: {kind.__name__}.step() has changed {', '.join(sorted(changed))}, "
+                "which is lost: with optimizer_sharding=True, copies of the optimizer take the "
+                "step in parts. Keep it in self.state[p], or pass optimizer_sharding=None"
+            )
+        return result
 
     # Shards.
 
@@ -298,6 +310,14 @@ class Update:
                 own[param] = state[alias]
         reducer.clock.mark_update(start)
         reducer.memory.publish()
+
+
+def _settings_of(optimizer: optim.Optimizer) -> set[tuple[str, int, int]]:
+    """Attributes and values of groups, with marks that differ once a step has changed them."""
+    named = [(f"self.{k}", v) for k, v in vars(optimizer).items() if k != "state"]
+    for group in optimizer.param_groups:
+        named += [(f"group[{k!r}]", v) for k, v in group.items() if k != "params"]
+    return {(name, id(v), getattr(v, "_version", 0)) for name, v in named}
 
 
 def _marks(entry: dict[Any, Any] | None) -> list[Any]:

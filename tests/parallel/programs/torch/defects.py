@@ -134,6 +134,68 @@ def bound_method_within_a_partial() -> None:
     raises(ValueError, "keeps its own method", act=wrap)
 
 
+class Counting(Descent):
+    """Counts its steps in each group, or in itself, and makes them smaller."""
+
+    def __init__(self, params: Any, in_group: bool) -> None:
+        super().__init__(params, step=0)
+        self.in_group, self.count = in_group, 0
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return float(group["lr"]) / (group["step"] if self.in_group else self.count)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count += not self.in_group
+        for group in self.param_groups:
+            group["step"] += self.in_group
+        return super().step(closure)
+
+
+@check
+def steps_counted_outside_of_the_state() -> None:
+    """Copies of the optimizer, which step its parts, would lose the count."""
+    for in_group in (True, False):
+        model = pair()[0]
+        optimizer = wfbp.DistributedOptimizer(
+            Counting(model.parameters(), in_group), optimizer_sharding=True
+        )
+
+        def train(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                model(data(step, wfbp.rank(), 4, 5)).square().mean().backward()
+                optimizer.step()
+
+        told = "group['step']" if in_group else "self.count"
+        if not refused(train, told, "optimizer_sharding=None"):
+            assert optimizer.param_groups[0]["step"] == STEPS * in_group
+            assert optimizer.count == STEPS * (not in_group)
+
+
+@check
+def gradient_taken_by_an_earlier_hook() -> None:
+    """As programs do that keep gradients elsewhere; the parameter then has none, on any rank."""
+    model = pair()[0]
+    taken: list[torch.Tensor | None] = []
+
+    def take(p: torch.Tensor) -> None:
+        taken.append(p.grad)
+        p.grad = None
+
+    name, first = next(iter(model.named_parameters()))
+    first.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    before = first.detach().clone()
+    optimizer = wfbp.DistributedOptimizer(Descent(model.parameters()), model.named_parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(data(step, wfbp.rank(), 4, 5)).square().mean().backward()
+        optimizer.step()
+    assert len(taken) == STEPS
+    same(first.detach(), before, name)
+    agree(model)
+
+
 class Averaging(torch.optim.Optimizer):
     """Keeps an average of the parameters beside them: ``eval()`` and ``train()`` exchange both."""
 
