@@ -101,13 +101,16 @@ def prepare(options: Sequence[str], environment: dict[str, str]) -> None:
             own = devices[rank % len(devices)] if devices else str(rank)
             environment["CUDA_VISIBLE_DEVICES"] = own
         elif option == "--torch-env" and left:
-            environment[WFBPRUN] = master = left.pop(0)
+            outer, master = environment.get(WFBPRUN), left.pop(0)
+            environment[WFBPRUN] = master
             if not master:  # of --no-torch-env
                 environment["WFBP_TORCH_ENV"] = "0"
                 continue
             environment.update(torch_variables(environment))
-            address, _, port = master.rpartition(":")
-            if "MASTER_ADDR" not in environment and "MASTER_PORT" not in environment:
+            found = [environment.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
+            # Those of the user stay, but not those of an outer job, of which a rank starts this one.
+            if found == [None, None] or (outer and outer == ":".join(map(str, found))):
+                address, _, port = master.rpartition(":")
                 environment |= {"MASTER_ADDR": address, "MASTER_PORT": port}
         elif option == "--output" and left:
             _redirect(Path(left.pop(0)), number(RANK, environment))

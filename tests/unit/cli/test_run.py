@@ -268,6 +268,10 @@ class TestRanks:
         variables = hydra | {"MASTER_ADDR": "mine", "MASTER_PORT": "1"}
         rank.prepare(["--torch-env", "n1:4711"], variables)
         assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("mine", "1")
+        outer = {"MASTER_ADDR": "n0", "MASTER_PORT": "1", "WFBPRUN": "n0:1"}  # a rank starts a job
+        variables = hydra | outer
+        rank.prepare(["--torch-env", "n1:4711"], variables)
+        assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("n1", "4711")
         variables = dict(hydra)
         rank.prepare(["--torch-env", ""], variables)
         assert variables == hydra | {"WFBPRUN": "", "WFBP_TORCH_ENV": "0"}
