@@ -148,25 +148,29 @@ def _resuming(
 
 class Differentiation(ExitStack):
     """Detects that ``torch.autograd.grad`` has computed gradients and that parameters have changed,
-    by looking at a few parameters."""
+    by looking at a few parameters: some of all, and the first ones that have gradients."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         super().__init__()
         params = [p for p in params if p.requires_grad]
-        self._watched = params[:: max(1, len(params) // _NUM_WATCHED)]
-        self._before = [tensors.sample(p) for p in self._watched]
+        watched = params[:: max(1, len(params) // _NUM_WATCHED)]
+        self._before = {p: tensors.sample(p) for p in watched}
+        self._most = len(watched) + _NUM_WATCHED
         self.happened = False
         """Whether it was called since the last backward pass; those clear this."""
-        for param in self._watched:
-            self.callback(param.register_hook(self._note).remove)  # type: ignore[no-untyped-call]
+        for param in params:
+            hook = functools.partial(self._note, param)
+            self.callback(param.register_hook(hook).remove)  # type: ignore[no-untyped-call]
 
-    def _note(self, _: torch.Tensor) -> None:
+    def _note(self, param: torch.Tensor, _: torch.Tensor) -> None:
         self.happened = True
+        if len(self._before) < self._most and param not in self._before:
+            self._before[param] = tensors.sample(param)
 
     def has_updated(self) -> bool:
         """Whether it was called, and parameters have changed."""
-        now = map(tensors.sample, self._watched)
-        return self.happened and not all(map(torch.equal, now, self._before))
+        changed = (not torch.equal(tensors.sample(p), was) for p, was in self._before.items())
+        return self.happened and any(changed)
 
 
 class _CombinedLoss(torch.autograd.Function):

@@ -266,6 +266,12 @@ class Differentiates(Moves):
         self.compute(loss)
         self.move(1.0)
 
+    def update_head(self, loss: torch.Tensor) -> None:
+        """The last layer alone."""
+        params = [p for group in self.param_groups for p in group["params"]][-2:]
+        for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+            p.data.sub_(grad, alpha=0.1)
+
     def average_and_update(self, loss: torch.Tensor) -> None:
         self.compute(loss)
         for group in self.param_groups:
@@ -316,6 +322,11 @@ def methods_that_differentiate() -> None:
         equal(model, reference, f"step {step}")
     update = functools.partial(optimizer.update, loss_of(model, 0))
     assert refused(update, "update() has updated parameters", "torch.autograd.grad", "backward()")
+    optimizer.zero_grad()
+    deep = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(6))).double()
+    optimizer = wfbp.DistributedOptimizer(Differentiates(deep.parameters()))
+    update = functools.partial(optimizer.update_head, loss_of(deep, 0))
+    assert refused(update, "update_head() has updated parameters", "torch.autograd.grad")
     optimizer.zero_grad()
 
 
