@@ -231,7 +231,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         else:
             steps = sync.reducer.num_steps
             averaged = self._wfbp_average_for(name, sync)
-            sync.forget_parameters()
             end: StopIteration | None = None
             with self._wfbp_within(name), sync.differentiation() as differentiation:
                 try:

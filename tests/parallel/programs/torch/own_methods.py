@@ -403,6 +403,8 @@ def updates_by_what_ranks_have_for_themselves() -> None:
                 act = functools.partial(how, optimizer, loss_of(model, step))
                 if refused(act, "parameters have drifted apart", "wfbp.allreduce()"):
                     break
+                if wfbp.rank() == 0:
+                    optimizer.rate(optimizer.param_groups[0])  # a method that updates nothing
             assert (step < 2 * STEPS - 1) == checks, update.__name__
             optimizer.zero_grad()
 
