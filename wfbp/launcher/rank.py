@@ -108,7 +108,7 @@ def prepare(options: Sequence[str], environment: dict[str, str]) -> None:
                 continue
             environment.update(torch_variables(environment))
             found = [environment.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
-            # The user's stay, but not those of an outer job, of which a rank starts this one.
+            # The user's stay, but not those of an outer job whose rank starts this one.
             if found == [None, None] or (outer and outer == ":".join(map(str, found))):
                 address, _, port = master.rpartition(":")
                 environment |= {"MASTER_ADDR": address, "MASTER_PORT": port}
