@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from wfbp.core.types import Op
-from wfbp.runtime.collectives.operations import Handle
+from wfbp.runtime.named.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor, jax.Array)

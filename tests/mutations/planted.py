@@ -197,13 +197,13 @@ RUNTIME = [
         unit("runtime/test_profile"),
     ),
     Mutation(
-        "runtime/collectives/named_lane.py",
+        "runtime/named/named_lane.py",
         "start = sum(numels[: self._data.rank])",
         "start = sum(numels[: self._data.rank + 1])",
         unit("runtime/test_named_operations"),
     ),
     Mutation(
-        "runtime/collectives/coordinator.py",
+        "runtime/named/coordinator.py",
         "if len(requests) + len(absent) == self._size:",
         "if len(requests) == self._size:",
         unit("runtime/test_named_operations"),

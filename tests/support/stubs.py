@@ -15,7 +15,7 @@ from typing import Any
 
 import wfbp
 from wfbp.core.types import Op
-from wfbp.runtime.collectives.coordinator import Kind
+from wfbp.runtime.named.coordinator import Kind
 from wfbp.runtime.collectives.forms import FORMS, Form
 from wfbp.runtime.collectives.process_sets import global_process_set
 
@@ -25,7 +25,7 @@ _HEAD = '''"""Written by ``python -m tests.support.stubs``: do not edit."""
 
 {imports}
 from wfbp.core.types import Op
-{operators}from wfbp.runtime.collectives.operations import Handle
+{operators}from wfbp.runtime.named.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 '''
 

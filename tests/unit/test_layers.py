@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,21 @@ def test_the_parts_form_no_cycle() -> None:
         ready = {part for part, below in BELOW.items() if part not in done and below <= done}
         assert ready, f"a cycle among {sorted(set(BELOW) - done)}"
         done |= ready
+
+
+@pytest.mark.parametrize("part", ["core", "runtime", "torch", "jax", "cli"])
+def test_files_and_folders_of_a_part_form_no_cycle(part: str) -> None:
+    """Also those that a file imports lazily."""
+    below: dict[str, set[str]] = {}
+    for path in (PACKAGE / part).rglob("*.py"):
+        room = module_of(path).split(".")[2:3]
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if room and isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                rooms = {name.split(".")[2] for name in names if name.startswith(f"wfbp.{part}.")}
+                real = {each for each in rooms if list((PACKAGE / part).glob(f"{each}*"))}
+                below.setdefault(room[0], set()).update(real - {*room})
+    graphlib.TopologicalSorter(below).prepare()  # raises CycleError, which names the cycle
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)

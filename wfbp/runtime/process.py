@@ -25,8 +25,8 @@ from wfbp.core.ranks import counted, name_values
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpError
 from wfbp.launcher.rank import WFBPRUN
 from wfbp.runtime import timeline_files, uncaught
-from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.cores import advice, num_threads, own_cores, part_of_cores
+from wfbp.runtime.named.operations import Collectives
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.uncaught import describe_error
 

@@ -6,7 +6,7 @@ from typing import overload
 import torch
 
 from wfbp.core.types import Op
-from wfbp.runtime.collectives.operations import Handle
+from wfbp.runtime.named.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch.compression import Compression, Compressor
 

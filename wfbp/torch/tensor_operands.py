@@ -16,9 +16,9 @@ import torch
 from wfbp.comm.arrays import Buffer, word_dtype
 from wfbp.core.types import Op
 from wfbp.runtime.collectives import operands
-from wfbp.runtime.collectives.coordinator import Kind, Request
+from wfbp.runtime.named.coordinator import Kind, Request
 from wfbp.runtime.collectives.forms import FORMS, Form
-from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
+from wfbp.runtime.named.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.operands import Operand
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch.compiling import uncompiled

@@ -25,7 +25,7 @@ from wfbp.errors import (
 )
 from wfbp.runtime import process, uncaught
 from wfbp.runtime.arguments import ReducerOptions
-from wfbp.runtime.collectives.operations import Collectives
+from wfbp.runtime.named.operations import Collectives
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.uncaught import describe_error

@@ -12,10 +12,10 @@ import numpy as np
 from wfbp.comm.backend import HostBackend
 from wfbp.config import Config
 from wfbp.runtime import process
-from wfbp.runtime.collectives.coordinator import Kind, Request
-from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
-from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.named.coordinator import Kind, Request
+from wfbp.runtime.named.named_lane import NamedOperation, Outcome
+from wfbp.runtime.named.operations import Handle
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
 

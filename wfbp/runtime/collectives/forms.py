@@ -13,8 +13,8 @@ from textwrap import fill, indent
 from typing import Any, NamedTuple
 
 from wfbp.core.types import Op
-from wfbp.runtime.collectives.coordinator import Kind
 from wfbp.runtime.collectives.process_sets import global_process_set
+from wfbp.runtime.named.coordinator import Kind
 
 
 class Form(NamedTuple):

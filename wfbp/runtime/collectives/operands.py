@@ -10,10 +10,7 @@ import numpy as np
 from wfbp.comm.arrays import HALF, Buffer, word_dtype
 from wfbp.core.types import Op
 from wfbp.runtime import process
-from wfbp.runtime.collectives.arithmetic import ITEM
-from wfbp.runtime.collectives.coordinator import Kind, Request
 from wfbp.runtime.collectives.forms import Form
-from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.process_sets import ProcessSet
 from wfbp.runtime.consistency import (
     check_bytes,
@@ -22,6 +19,9 @@ from wfbp.runtime.consistency import (
     flattened,
     in_native_order,
 )
+from wfbp.runtime.named.arithmetic import ITEM
+from wfbp.runtime.named.coordinator import Kind, Request
+from wfbp.runtime.named.named_lane import NamedOperation, Outcome
 from wfbp.runtime.progress.stall import Members
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from wfbp.runtime import process
-from wfbp.runtime.collectives.operations import Collectives
+from wfbp.runtime.named.operations import Collectives
 
 
 class ProcessSet:

@@ -16,8 +16,8 @@ from wfbp.comm.arrays import Buffer, word_dtype
 from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox, Work
 from wfbp.core.types import real_dtype
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.collectives.arithmetic import ITEM, equal_rows, reducible, scale
-from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
+from wfbp.runtime.named.arithmetic import ITEM, equal_rows, reducible, scale
+from wfbp.runtime.named.coordinator import Coordinator, Kind, Request, Response
 from wfbp.runtime.progress.loop import LaneProtocol, Reply, needs_of
 from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.runtime import Runtime

@@ -12,9 +12,9 @@ import numpy as np
 from wfbp.comm.backend import HostBackend, Mailbox
 from wfbp.errors import WfbpError
 from wfbp.runtime import signals
-from wfbp.runtime.collectives.coordinator import Kind, Request
-from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, NamedOperation
 from wfbp.runtime.consistency import check_consistent
+from wfbp.runtime.named.coordinator import Kind, Request
+from wfbp.runtime.named.named_lane import JOIN, NamedLane, NamedOperation
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
 

@@ -7,7 +7,7 @@ import numpy as np
 from wfbp import native
 from wfbp.comm.arrays import INTEGER, Buffer
 from wfbp.core.types import ITEM_BYTES, Op
-from wfbp.runtime.collectives.coordinator import Request
+from wfbp.runtime.named.coordinator import Request
 
 _FURTHER = {"complex64": 8, "complex128": 16, "int8": 1, "int16": 2, "bool": 1}
 ITEM: dict[str, int] = ITEM_BYTES | _FURTHER
