@@ -137,7 +137,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 TABLE_WIDTH = 160
-LINKS = ("none", "1gbit", "5gbit")
+LINKS = ("none", "1gbit", "5gbit", "10gbit", "25gbit")
 LINK_SCRIPT = Path(__file__).parents[2] / "tools" / "link.py"
 LINK_INTERFACE = "wl0"
 
