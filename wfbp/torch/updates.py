@@ -39,6 +39,7 @@ def bare_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     return step.__wrapped__ if by_torch and getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
+_PLAIN = int, float, complex, str, tuple, type(None)
 _EARLY = 8
 """The first groups that hold this part of what is gathered are updated before the rest."""
 
@@ -312,12 +313,15 @@ class Update:
         reducer.memory.publish()
 
 
-def _settings_of(optimizer: optim.Optimizer) -> set[tuple[str, int, int]]:
+def _settings_of(optimizer: optim.Optimizer) -> set[tuple[str, str]]:
     """Attributes and values of groups, with marks that differ once a step has changed them."""
     named = [(f"self.{k}", v) for k, v in vars(optimizer).items() if k != "state"]
     for group in optimizer.param_groups:
         named += [(f"group[{k!r}]", v) for k, v in group.items() if k != "params"]
-    return {(name, id(v), getattr(v, "_version", 0)) for name, v in named}
+    return {
+        (name, repr(v) if isinstance(v, _PLAIN) else f"{id(v)} {getattr(v, '_version', 0)}")
+        for name, v in named
+    }
 
 
 def _marks(entry: dict[Any, Any] | None) -> list[Any]:

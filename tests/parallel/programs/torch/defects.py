@@ -173,6 +173,32 @@ def steps_counted_outside_of_the_state() -> None:
             assert optimizer.count == STEPS * (not in_group)
 
 
+class Rewriting(Descent):
+    """Writes equal settings in each step, which loses nothing."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"], group["range"] = float(str(group["lr"])), tuple(map(float, (0.5, 1.5)))
+        return super().step(closure)
+
+
+@check
+def settings_written_anew() -> None:
+    model, reference = pair()
+    optimizer = wfbp.DistributedOptimizer(
+        Rewriting(model.parameters(), range=(0.5, 1.5)), optimizer_sharding=True
+    )
+    plain = Descent(reference.parameters())
+    for step in range(STEPS):
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+    equal(model, reference)
+
+
 @check
 def gradient_taken_by_an_earlier_hook() -> None:
     """As programs do that keep gradients elsewhere; the parameter then has none, on any rank."""
