@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from wfbp.core.types import Op
-from wfbp.runtime.named.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.named.operations import Handle
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor, jax.Array)
 Numbers: TypeAlias = float | Sequence[Any] | np.generic

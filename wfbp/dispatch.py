@@ -11,9 +11,9 @@ from wfbp.runtime import process
 from wfbp.runtime.api.parameters import broadcast_arrays
 from wfbp.runtime.collectives import operands
 from wfbp.runtime.collectives.forms import Form
-from wfbp.runtime.named.named_lane import NamedOperation
 from wfbp.runtime.collectives.operands import Operand, array_operand
 from wfbp.runtime.collectives.process_sets import global_process_set
+from wfbp.runtime.named.named_lane import NamedOperation
 
 if TYPE_CHECKING:
     import optax

@@ -15,9 +15,9 @@ from typing import Any
 
 import wfbp
 from wfbp.core.types import Op
-from wfbp.runtime.named.coordinator import Kind
 from wfbp.runtime.collectives.forms import FORMS, Form
 from wfbp.runtime.collectives.process_sets import global_process_set
+from wfbp.runtime.named.coordinator import Kind
 
 PACKAGE = Path(__file__).resolve().parents[2] / "wfbp"
 
@@ -25,8 +25,8 @@ _HEAD = '''"""Written by ``python -m tests.support.stubs``: do not edit."""
 
 {imports}
 from wfbp.core.types import Op
-{operators}from wfbp.runtime.named.operations import Handle
-from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+{operators}from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.named.operations import Handle
 '''
 
 _TOP = """from collections.abc import Sequence

@@ -16,11 +16,11 @@ from jax.interpreters import ad, batching, mlir
 from wfbp.core.types import Op, item_bytes, real_dtype
 from wfbp.jax.xla_handlers import wait_for_programs
 from wfbp.runtime import process
-from wfbp.runtime.named.arithmetic import equal_rows
-from wfbp.runtime.named.coordinator import Kind
 from wfbp.runtime.collectives.operands import array_operand, make_operation
 from wfbp.runtime.collectives.process_sets import global_process_set
 from wfbp.runtime.consistency import Array, check_root
+from wfbp.runtime.named.arithmetic import equal_rows
+from wfbp.runtime.named.coordinator import Kind
 from wfbp.runtime.runtime import Runtime
 
 Shape: TypeAlias = tuple[int, ...]

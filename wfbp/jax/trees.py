@@ -20,7 +20,6 @@ from wfbp.jax.xla_handlers import wait_for_programs
 from wfbp.runtime import process
 from wfbp.runtime.api.parameters import MANY, broadcast_buffers
 from wfbp.runtime.collectives import api
-from wfbp.runtime.named.coordinator import Kind
 from wfbp.runtime.consistency import (
     check_bytes,
     check_root,
@@ -28,6 +27,7 @@ from wfbp.runtime.consistency import (
     flattened,
     sharing_argument_errors,
 )
+from wfbp.runtime.named.coordinator import Kind
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from typing import overload
 import torch
 
 from wfbp.core.types import Op
-from wfbp.runtime.named.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.named.operations import Handle
 from wfbp.torch.compression import Compression, Compressor
 
 def allreduce(

@@ -16,11 +16,11 @@ import torch
 from wfbp.comm.arrays import Buffer, word_dtype
 from wfbp.core.types import Op
 from wfbp.runtime.collectives import operands
-from wfbp.runtime.named.coordinator import Kind, Request
 from wfbp.runtime.collectives.forms import FORMS, Form
-from wfbp.runtime.named.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.operands import Operand
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.named.coordinator import Kind, Request
+from wfbp.runtime.named.named_lane import NamedOperation, Outcome
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.tensors import NAMES as TENSOR_NAMES

@@ -19,11 +19,11 @@ from tests.support.local import LocalWorld
 from tests.support.ranks import QUICK, all_well, run_ranks
 from wfbp.comm.backend import Mailbox
 from wfbp.errors import DisagreementError
+from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.named.arithmetic import scale
 from wfbp.runtime.named.coordinator import Coordinator, Kind, Request
 from wfbp.runtime.named.named_lane import JOIN, NamedLane, NamedOperation, Outcome
 from wfbp.runtime.named.operations import Collectives
-from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.progress.stall import ALL_RANKS
 from wfbp.runtime.runtime import Runtime
 

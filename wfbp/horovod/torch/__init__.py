@@ -32,8 +32,8 @@ from wfbp.horovod.torch.optimizer import AdasumOptimizer, HorovodOptimizer
 from wfbp.runtime import process
 from wfbp.runtime.collectives.api import runtime_of
 from wfbp.runtime.collectives.forms import FORMS
-from wfbp.runtime.named.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.named.operations import Handle
 from wfbp.runtime.timeline_files import TraceWriter
 from wfbp.torch import (  # noqa: F401 - in __all__
     Average,

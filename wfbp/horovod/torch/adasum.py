@@ -12,10 +12,10 @@ import torch
 from wfbp.core.types import Op
 from wfbp.errors import InternalError
 from wfbp.runtime.collectives import operands
-from wfbp.runtime.named.coordinator import Kind
 from wfbp.runtime.collectives.forms import Form
-from wfbp.runtime.named.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.named.coordinator import Kind
+from wfbp.runtime.named.named_lane import NamedOperation, Outcome
 from wfbp.torch import tensor_operands
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.tensors import check

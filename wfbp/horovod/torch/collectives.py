@@ -15,9 +15,9 @@ from wfbp.core.types import Op
 from wfbp.horovod.torch.adasum import perform
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api, operands
-from wfbp.runtime.named.coordinator import Kind
 from wfbp.runtime.collectives.forms import FORMS, Form, make_functions
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.named.coordinator import Kind
 from wfbp.torch import collectives
 from wfbp.torch.tensor_operands import operand_of
 

@@ -7,8 +7,8 @@ import torch
 
 from wfbp.core.types import Op
 from wfbp.horovod.torch.adasum import HorovodOp
-from wfbp.runtime.named.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.named.operations import Handle
 from wfbp.torch.compression import Compression, Compressor
 
 def sparse_allreduce_async(
