@@ -38,7 +38,7 @@ from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.measuring import GroupTime, StepTimes
 from wfbp.runtime.recorder import log_summary, summary
-from wfbp.runtime.timeline import TraceWriter
+from wfbp.runtime.timeline_files import TraceWriter
 
 BATCH, WIDTH = 64, 256
 WATCHED = ("timeline", "report and info")

@@ -121,7 +121,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--redraw", type=Path, metavar="PAGE", help="draw the table of this page")
     options = parser.parse_args(words)
     if options.redraw:
-        options.picture.write_text(picture(rows_of_page(options.redraw.read_text())))
+        options.picture.write_text(picture(drawn(rows_of_page(options.redraw.read_text()))))
         return 0
     results: dict[str, Any] = {}
     if options.json and options.json.exists():
@@ -141,7 +141,9 @@ def main(words: Sequence[str]) -> int:
     print(table)
     if options.table:
         options.table.write_text(table + "\n")
-    options.picture.write_text(picture(list(rows(results))))
+    measured = drawn(list(rows(results)))
+    if measured:
+        options.picture.write_text(picture(measured))
     return 0
 
 
@@ -282,12 +284,14 @@ PLOT = 170
 HEIGHT = TOP + PLOT + 62
 
 
-def picture(measured: Sequence[Row]) -> str:
-    """Bars of each contestant's time over that of DDP with its best buckets, by link and model.
+def drawn(measured: Sequence[Row]) -> list[Row]:
+    """The rows that a picture has room for; none unless all of the usual ones are there."""
+    usual = [r for r in measured if r.link in USUAL_LINKS and r.model in USUAL_MODELS]
+    return usual if len(usual) == len(USUAL_LINKS) * len(USUAL_MODELS) else []
 
-    It has room for the usual links and models only.
-    """
-    measured = [r for r in measured if r.link in USUAL_LINKS and r.model in USUAL_MODELS]
+
+def picture(measured: Sequence[Row]) -> str:
+    """Bars of each contestant's time over that of DDP with its best buckets, by link and model."""
     ratios = [
         {name: t / row.times["ddp-best"] for name, t in row.times.items()}
         | {"mpi-best": best_mpi(row.times) / row.times["ddp-best"]}

@@ -13,7 +13,7 @@ from tests.support.fake_mpi import FakeMpi
 from wfbp import native
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.topology import Topology
-from wfbp.comm.mpi.transfers import Channel, Chunking, ProgressGroup
+from wfbp.comm.mpi.transfers import Channel, Chunking, Pace, ProgressGroup
 from wfbp.comm.mpi.two_level import TwoLevel
 
 T = TypeVar("T")
@@ -89,4 +89,4 @@ def plain_channel(
     """A channel without a communicator, for tasks that need none."""
     mpi: Any = SimpleNamespace(_handleof=lambda _: 7)
     comm: Any = SimpleNamespace(rank=rank, size=size)
-    return Channel(progress_group, window, mpi, comm, "")
+    return Channel(progress_group, window, mpi, comm, "", Pace())

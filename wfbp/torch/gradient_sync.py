@@ -373,6 +373,7 @@ class OptimizerSync:
                 this()._expect_use(calls[-1])  # type: ignore[union-attr]
             grad: Any = param.grad
             if grad is None:  # another hook has taken it: as if backward had made none
+                this()._warn_taken(index)  # type: ignore[union-attr]
                 return
             # A sparse gradient is never contiguous.
             if not (grad.is_contiguous() and grad.numel() == count and grad.dtype is dtype):
@@ -387,6 +388,14 @@ class OptimizerSync:
 
         handle = param.register_post_accumulate_grad_hook(announce)  # type: ignore[no-untyped-call]
         self._hooks[index] = handle
+
+    def _warn_taken(self, index: int) -> None:
+        self.runtime.warn_once(
+            f"taken {self._name}",
+            f"{self._name}: a hook has set the gradient of {self._names[index]} to None before it "
+            "was averaged, so this step has none. If the hook updates the parameter, ranks drift "
+            "apart: average the gradient by wfbp.allreduce() there",
+        )
 
     def _expect_use(self, call: str) -> None:
         """A method of the optimizer runs backward: have its gradients averaged as soon as that

@@ -155,6 +155,7 @@ class Differentiation(ExitStack):
         params = [p for p in params if p.requires_grad]
         watched = params[:: max(1, len(params) // _NUM_WATCHED)]
         self._before = {p: tensors.sample(p) for p in watched}
+        self._versions = {p: p._version for p in params}
         self._most = len(watched) + _NUM_WATCHED
         self.happened = False
         """Whether it was called since the last backward pass; those clear this."""
@@ -164,7 +165,8 @@ class Differentiation(ExitStack):
 
     def _note(self, param: torch.Tensor, _: torch.Tensor) -> None:
         self.happened = True
-        if len(self._before) < self._most and param not in self._before:
+        is_new = len(self._before) < self._most and param not in self._before
+        if is_new and param._version == self._versions[param]:  # else the method has changed it
             self._before[param] = tensors.sample(param)
 
     def has_updated(self) -> bool:

@@ -8,12 +8,14 @@ parameter, decoupled ones just before they are read.
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import optim
 from torch._functorch import pyfunctorch
@@ -39,7 +41,8 @@ def bare_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     return step.__wrapped__ if by_torch and getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
-_PLAIN = int, float, complex, str, tuple, type(None)
+_DEEPEST, _LONGEST = 2, 64
+"""Of containers in an optimizer's attributes and groups that are looked at."""
 _EARLY = 8
 """The first groups that hold this part of what is gathered are updated before the rest."""
 
@@ -106,7 +109,10 @@ class Update:
         sharding.begin_update()
         try:
             if not sharding.shards:
-                return self._step_whole()
+                # Checked here, too: when a plan takes parts depends on measured times.
+                if self._has_hooks():  # which may change settings
+                    return self._step_whole()
+                return self._checked(self._optimizer, self._step_whole)
             sharding.check()
             return self._with_hooks(partial(self._step_shards, sharding, reduced))
         finally:
@@ -153,6 +159,13 @@ class Update:
         if self.sharding is not None:
             self.sharding.let_go()
 
+    def _has_hooks(self) -> bool:
+        lists = [
+            getattr(self._optimizer, f"_optimizer_step_{w}_hooks", ()) for w in ("pre", "post")
+        ]
+        lists += [getattr(torch_optimizer, f"_global_optimizer_{w}_hooks") for w in ("pre", "post")]
+        return any(lists)
+
     def _with_hooks(self, act: Callable[[], Any]) -> Any:
         """Step parts of the tensors, with the hooks of one step around all of it."""
         own = self._optimizer
@@ -179,12 +192,18 @@ class Update:
         for group in groups:
             if params := [targets[id(p)] for p in group["params"] if id(p) in targets]:
                 stepped.param_groups.append({**group, "params": params})
+        return self._checked(stepped, partial(self._bare_step, stepped))
+
+    def _checked(self, optimizer: Any, step: Callable[[], Any]) -> Any:
+        """Step, and raise if the step of the user's class has changed more than parameters and
+        state, which parts of a step would lose."""
+        kind = type(self._optimizer)
         if kind.__module__.startswith("torch.optim."):
-            return self._bare_step(stepped)
-        before = _settings_of(stepped)
-        result = self._bare_step(stepped)
-        after = _settings_of(stepped)
-        if changed := {name for name, *_ in after ^ before}:
+            return step()
+        before = _settings_of(optimizer, self._params)
+        result = step()
+        after = _settings_of(optimizer, self._params)
+        if changed := {name for name, _ in after ^ before}:
             raise RuntimeError(
                 f"{self._name}: {kind.__name__}.step() has changed {', '.join(sorted(changed))}, "
                 "which is lost: with optimizer_sharding=True, copies of the optimizer take the "
@@ -313,15 +332,34 @@ class Update:
         reducer.memory.publish()
 
 
-def _settings_of(optimizer: optim.Optimizer) -> set[tuple[str, str]]:
-    """Attributes and values of groups, with marks that differ once a step has changed them."""
-    named = [(f"self.{k}", v) for k, v in vars(optimizer).items() if k != "state"]
+def _settings_of(
+    optimizer: optim.Optimizer, params: Sequence[torch.Tensor]
+) -> set[tuple[str, str]]:
+    """Numbers and tensors among attributes and the values of groups, with marks that differ once a
+    step has changed them. Flags, texts and other objects may change: nothing is computed of them
+    step by step."""
+    left_out = {id(p) for p in params}
+
+    def mark(value: Any, depth: int = 0) -> str:
+        if isinstance(value, bool) or id(value) in left_out or depth > _DEEPEST:
+            return ""
+        if isinstance(value, int | float | complex | np.generic):
+            return repr(value)
+        if isinstance(value, torch.Tensor):
+            return f"{id(value)} {0 if value.is_inference() else value._version}"
+        if isinstance(value, np.ndarray):
+            return str(zlib.crc32(value.tobytes()))
+        if isinstance(value, dict):
+            value = [*value.values()]
+        if isinstance(value, list | tuple) and len(value) <= _LONGEST:
+            return ",".join(mark(each, depth + 1) for each in value)
+        return ""
+
+    named = [(f"self.{k}", v) for k, v in vars(optimizer).items()]
+    named = [(name, v) for name, v in named if name not in ("self.state", "self.param_groups")]
     for group in optimizer.param_groups:
         named += [(f"group[{k!r}]", v) for k, v in group.items() if k != "params"]
-    return {
-        (name, repr(v) if isinstance(v, _PLAIN) else f"{id(v)} {getattr(v, '_version', 0)}")
-        for name, v in named
-    }
+    return {(name, text) for name, value in named if (text := mark(value)).strip(",")}
 
 
 def _marks(entry: dict[Any, Any] | None) -> list[Any]:

@@ -21,7 +21,7 @@ from wfbp.comm.mpi.transfers import (
     Channel,
     Chunking,
     MpiWork,
-    ProgressGroup,
+    Pace,
     Task,
     Watch,
     chunks,
@@ -269,8 +269,8 @@ def test_a_work_that_is_complete_is_so_whatever_fails_beside_it() -> None:
 
 
 def test_the_fastest_large_message_tells_how_long_a_byte_takes() -> None:
-    progress = ProgressGroup(Mock(), "rank 0")
+    pace = Pace()
     for nbytes, seconds in ((1 << 20, 1e-6), (4 << 20, 800.0), (8 << 20, 400.0), (8 << 20, 500.0)):
         begun_s = time.monotonic() - seconds
-        progress.note_end(MpiWork(Mock(), 0, None, nbytes, begun_s=begun_s))
-    assert progress.least_s_per_byte == pytest.approx(400.0 / (8 << 20), rel=0.1)
+        pace.note_end(MpiWork(Mock(), 0, None, nbytes, begun_s=begun_s))
+    assert pace.least_s_per_byte == pytest.approx(400.0 / (8 << 20), rel=0.1)

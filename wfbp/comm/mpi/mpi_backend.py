@@ -36,6 +36,7 @@ from wfbp.comm.mpi.transfers import (
     Channel,
     Chunking,
     MpiWork,
+    Pace,
     ProgressGroup,
     Task,
     TransferTask,
@@ -83,12 +84,15 @@ class MpiBackend(HostBackend):
                 self._memory: SharedMemory | None = (
                     None if in_one_order else self._topology.connect(self._comm, shared_memory)
                 )
+                self._pace = Pace()
             else:
                 self._notices = _original._notices
                 if self._comm.size == _original.size and not _alone:
                     self._topology, self._memory = _original._topology, _original._memory
+                    self._pace = _original._pace
                 else:  # ranks of a subset do not find their way in the memory of all
                     self._topology, self._memory = Topology.find(mpi, self._comm, None), None
+                    self._pace = Pace()
         self.rank, self.size = self._comm.rank, self._comm.size
         if self.size == mpi.COMM_WORLD.size:  # every rank is here, and has mapped all segments
             unlink_segments(mpi)
@@ -101,7 +105,7 @@ class MpiBackend(HostBackend):
             ProgressGroup(load_transfers(mpi), self._who) if _original is None else _original._group
         )
         chunking = self._topology.chunking
-        self._channel = Channel(self._group, chunking, mpi, self._comm, _name)
+        self._channel = Channel(self._group, chunking, mpi, self._comm, _name, self._pace)
         self._levels = TwoLevel.of(self._memory, self._channel, self._topology)
         self._may_rest = self.progresses_alone or self.on_two_levels  # elsewhere naps are too long
 
@@ -121,7 +125,7 @@ class MpiBackend(HostBackend):
 
     @property
     def step_s(self) -> float | None:
-        step_bytes, s_per_byte = self.step_bytes, self._group.least_s_per_byte
+        step_bytes, s_per_byte = self.step_bytes, self._pace.least_s_per_byte
         if step_bytes is None or s_per_byte is None:
             return None
         # An all-reduce sends each byte twice; the fastest message may have sent it once.
@@ -219,7 +223,7 @@ class MpiBackend(HostBackend):
             return Finished(None)
         begin = partial(begin_messages, channel=self._channel, outgoing=out, incoming=back)
         task = TransferTask(outgoing.nbytes, begin)
-        return self._channel.submit(outgoing.nbytes, [task])
+        return self._channel.submit(outgoing.nbytes - out[self.rank].nbytes, [task])
 
     def duplicate(self) -> MpiBackend:
         return MpiBackend(self._comm, _original=self, _name=self._next_name())

@@ -97,6 +97,19 @@ class TransferTask(Task):
         self.transfer = self.begin(self)
 
 
+class Pace:
+    """How long a byte takes at least, in large works among the same ranks."""
+
+    least_s_per_byte: float | None = None
+    """From submission to the end."""
+
+    def note_end(self, work: MpiWork[Any]) -> None:
+        """Learn from a work that has ended."""
+        if work.nbytes >= _LARGE_BYTES:
+            s_per_byte = (time.monotonic() - work.begun_s) / work.nbytes
+            self.least_s_per_byte = min(self.least_s_per_byte or s_per_byte, s_per_byte)
+
+
 class ProgressGroup:
     """Advances the tasks of a backend and its duplicates; all works raise the first ``failure``."""
 
@@ -107,7 +120,6 @@ class ProgressGroup:
         self.moves = 0
         self.num_polled = 0
         self.failure: BackendError | None = None
-        self.least_s_per_byte: float | None = None  # of large works, from submission to their end
         self._num_over = 0
         self._who = who
 
@@ -159,12 +171,6 @@ class ProgressGroup:
         polled = [t for channel in self.channels for t in channel.active if t.transfer is None]
         watches = [watch for task in polled if (watch := task.awaited()) is not None]
         return watches if len(watches) == len(polled) else None
-
-    def note_end(self, work: MpiWork[Any]) -> None:
-        """Learn from a work that has ended how long a byte takes at least."""
-        if work.nbytes >= _LARGE_BYTES:
-            s_per_byte = (time.monotonic() - work.begun_s) / work.nbytes
-            self.least_s_per_byte = min(self.least_s_per_byte or s_per_byte, s_per_byte)
 
     def give_up(self) -> None:
         """Stop waiting for messages under way; their memory is never freed."""
@@ -226,9 +232,15 @@ class Channel:
     ``name`` is the same on all ranks, and no other channel's."""
 
     def __init__(
-        self, group: ProgressGroup, window: Chunking, mpi: ModuleType, comm: MPI.Comm, name: str
+        self,
+        group: ProgressGroup,
+        window: Chunking,
+        mpi: ModuleType,
+        comm: MPI.Comm,
+        name: str,
+        pace: Pace,
     ) -> None:
-        self.group, self.name = group, name
+        self.group, self.name, self.pace = group, name, pace
         self.num_made = 0  # of communicators from this one
         group.begun[name] = 0
         self.mpi, self.comm = mpi, comm
@@ -294,7 +306,7 @@ class Channel:
                 work.value = work.finish()
             work.remaining -= 1
             if not work.remaining:
-                self.group.note_end(work)
+                self.pace.note_end(work)
         self._fill()
 
     def abandon(self) -> None:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
@@ -135,60 +136,57 @@ def bound_method_within_a_partial() -> None:
 
 
 class Counting(Descent):
-    """Counts its steps in each group, or in itself, and makes them smaller."""
+    """Counts its steps outside of the state, and makes them smaller."""
 
-    def __init__(self, params: Any, in_group: bool) -> None:
-        super().__init__(params, step=0)
-        self.in_group, self.count = in_group, 0
-
-    def rate(self, group: dict[str, Any]) -> float:
-        return float(group["lr"]) / (group["step"] if self.in_group else self.count)
+    def __init__(self, params: Any, place: str) -> None:
+        super().__init__(params, step=0, steps=[0])
+        self.place = place
+        self.count, self.counts, self.array = 0, {"all": 0}, np.zeros(1)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        self.count += not self.in_group
-        for group in self.param_groups:
-            group["step"] += self.in_group
+        self.param_groups[0]["step"] += self.place == "group['step']"
+        self.param_groups[0]["steps"][0] += self.place == "group['steps']"
+        self.count += self.place == "self.count"
+        self.counts["all"] += self.place == "self.counts"
+        self.array += self.place == "self.array"
         return super().step(closure)
 
 
 @check
 def steps_counted_outside_of_the_state() -> None:
-    """Copies of the optimizer, which step its parts, would lose the count."""
-    for in_group in (True, False):
+    """Copies of the optimizer, which step its parts, would lose the count, or count twice. The
+    first step tells, whatever its plan."""
+    for place in ("group['step']", "group['steps']", "self.count", "self.counts", "self.array"):
         model = pair()[0]
         optimizer = wfbp.DistributedOptimizer(
-            Counting(model.parameters(), in_group), optimizer_sharding=True
+            Counting(model.parameters(), place), optimizer_sharding=True
         )
-
-        def train(model: nn.Module = model, optimizer: Any = optimizer) -> None:
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                model(data(step, wfbp.rank(), 4, 5)).square().mean().backward()
-                optimizer.step()
-
-        told = "group['step']" if in_group else "self.count"
-        if not refused(train, told, "optimizer_sharding=None"):
-            assert optimizer.param_groups[0]["step"] == STEPS * in_group
-            assert optimizer.count == STEPS * (not in_group)
+        square(model, wfbp.rank(), 0)
+        assert refused(optimizer.step, f"changed {place}", "optimizer_sharding=None"), place
+        optimizer.zero_grad()
 
 
 class Rewriting(Descent):
-    """Writes equal settings in each step, which loses nothing."""
+    """Changes in each step what loses nothing: equal settings, flags, and what parameters hold."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, range=(0.5, 1.5))
+        self.all = tuple(p for group in self.param_groups for p in group["params"])
+        self.last, self.is_first, self.text = self.all[-1], True, ""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["lr"], group["range"] = float(str(group["lr"])), tuple(map(float, (0.5, 1.5)))
+        self.is_first, self.text = False, self.text + "."
         return super().step(closure)
 
 
 @check
 def settings_written_anew() -> None:
     model, reference = pair()
-    optimizer = wfbp.DistributedOptimizer(
-        Rewriting(model.parameters(), range=(0.5, 1.5)), optimizer_sharding=True
-    )
+    optimizer = wfbp.DistributedOptimizer(Rewriting(model.parameters()), optimizer_sharding=True)
     plain = Descent(reference.parameters())
     for step in range(STEPS):
         averaged(reference, square, step, wfbp.size())

@@ -272,6 +272,19 @@ class Differentiates(Moves):
         for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
             p.data.sub_(grad, alpha=0.1)
 
+    @torch.no_grad()
+    def sharpness(self, loss_of: Any) -> float:
+        """Changes parameters, differentiates, and changes them back."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        kept = [p.clone() for p in params]
+        for p in params:
+            p.add_(1e-3)
+        with torch.enable_grad():
+            grads = torch.autograd.grad(loss_of(), params)
+        for p, value in zip(params, kept, strict=True):
+            p.copy_(value)
+        return float(sum(grad.norm() for grad in grads))
+
     def average_and_update(self, loss: torch.Tensor) -> None:
         self.compute(loss)
         for group in self.param_groups:
@@ -325,6 +338,7 @@ def methods_that_differentiate() -> None:
     optimizer.zero_grad()
     deep = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(6))).double()
     optimizer = wfbp.DistributedOptimizer(Differentiates(deep.parameters()))
+    optimizer.sharpness(functools.partial(loss_of, deep, 0))
     update = functools.partial(optimizer.update_head, loss_of(deep, 0))
     assert refused(update, "update_head() has updated parameters", "torch.autograd.grad")
     optimizer.zero_grad()
