@@ -188,6 +188,7 @@ def main(words: Sequence[str]) -> int:
         results.append(result)
         console.print(model_table(result))
         if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(saved(results)))
     console.print(claim_table(results))
     if options.update:

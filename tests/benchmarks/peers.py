@@ -123,6 +123,8 @@ def main(words: Sequence[str]) -> int:
     if options.redraw:
         options.picture.write_text(picture(drawn(rows_of_page(options.redraw.read_text()))))
         return 0
+    for file in filter(None, (options.json, options.table, options.picture)):
+        file.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())["results"]
