@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +29,12 @@ JAX_CACHE = {
 }
 """JAX keeps compiled programs for later jobs of the session, however small and quick they are."""
 
+GRACE_S = 60.0
+"""That a test has to end by itself after its limit."""
+
+stacks: IO[str]
+"""Where the stacks of a process that has to be ended are written."""
+
 
 settings.register_profile(  # beside what CI asks for
     "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -38,6 +45,8 @@ gc.disable()  # until all test modules are imported
 
 def pytest_configure() -> None:
     """The first process of a session makes the folder that all its processes share."""
+    global stacks
+    stacks = os.fdopen(os.dup(2), "w")  # of the terminal: output is not captured yet
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="wfbp-tests-")
         os.environ[SESSION] = str(os.getpid())
@@ -47,6 +56,22 @@ def pytest_configure() -> None:
 def pytest_unconfigure() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End a process that no signal reaches, with the stacks of its threads.
+
+    pytest-timeout raises in the main thread, which a call in C never notices. pytest-xdist then
+    names the test and goes on in a new process.
+    """
+    mark = item.get_closest_marker("timeout")
+    limit_s = mark.args[0] if mark else float(item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=stacks)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def group_of(item: pytest.Item) -> str:
@@ -101,6 +126,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 (file, *_) = Path(os.environ[FOLDER]).glob("groups-*.json")
                 self.groups = json.loads(file.read_text())
             return self.groups[nodeid]
+
+        def remove_node(self, node: Any) -> str | None:
+            """A test that ended its process is not run again; the rest of its group is."""
+            crashed = super().remove_node(node)
+            for group in self.workqueue.values():
+                if crashed in group:
+                    group[crashed] = True
+            return crashed
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
