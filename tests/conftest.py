@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,8 +32,8 @@ JAX_CACHE = {
 GRACE_S = 60.0
 """That a test has to end by itself after its limit."""
 
-stacks: IO[str]
-"""Where the stacks of a process that has to be ended are written."""
+stacks: int
+"""The descriptor where the stacks of a process that has to be ended are written."""
 
 
 settings.register_profile(  # beside what CI asks for
@@ -46,7 +46,7 @@ gc.disable()  # until all test modules are imported
 def pytest_configure() -> None:
     """The first process of a session makes the folder that all its processes share."""
     global stacks
-    stacks = os.fdopen(os.dup(2), "w")  # of the terminal: output is not captured yet
+    stacks = os.dup(2)  # of the terminal: output is not captured yet
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="wfbp-tests-")
         os.environ[SESSION] = str(os.getpid())
