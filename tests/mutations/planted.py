@@ -222,8 +222,8 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/progress/channel.py",
-        "if other != purposes[0]:",
-        "if other < purposes[0]:",
+        "if not all(letter.startswith(digest)",
+        "if not any(letter.startswith(digest)",
         unit("runtime/test_channel"),
     ),
     Mutation(
@@ -324,7 +324,7 @@ TORCH = [
     ),
     Mutation(
         "torch/clipping.py",
-        "if alone or runtime.rank == 0:",
+        "if channel is None or runtime.rank == 0:",
         "if True:",
         ("tests/parallel/test_torch.py", "-k", "clipping and 2-overlap"),
     ),

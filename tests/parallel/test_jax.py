@@ -99,8 +99,8 @@ def test_a_rank_that_answers_no_more_ends_the_job(mpi: str) -> None:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("shapes", "p['b'] float32(3,) on rank 0 is p['b'] float32(5,) on rank 1"),
-        ("schedules", "schedule is 'single' on rank 0 and 'layerwise' on rank 1"),
+        ("shapes", "p['b'] (rank 0: float32(3,); rank 1: float32(5,))"),
+        ("schedules", "schedule (rank 0: single; rank 1: layerwise)"),
     ],
 )
 def test_ranks_that_disagree(case: str, said: str) -> None:

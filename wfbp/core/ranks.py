@@ -1,11 +1,16 @@
-"""Ranks and counts as messages show them."""
+"""Ranks, counts and differences between ranks, as messages show them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 _MOST_RANKS = 16
 _MOST_VALUES = 4
+_MOST_DIFFERENCES = 5
+
+Sections = Sequence[Mapping[str, object]]
+"""Values that must be equal on all ranks, by name: causes first, then what follows from them."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -40,3 +45,27 @@ def name_values(values: Mapping[int, object]) -> str:
     parts = [f"{name_ranks(ranks)}: {value}" for value, ranks in holders.items()]
     more = [f"and {len(parts) - _MOST_VALUES} more"] if len(parts) > _MOST_VALUES else []
     return "; ".join(parts[:_MOST_VALUES] + more)
+
+
+def differences(by_rank: Mapping[int, Sections]) -> str:
+    """The values that differ, in the first section with a difference; empty if none differs.
+
+    >>> differences({0: [{"op": "sum", "root": 0}], 1: [{"op": "max", "root": 0}]})
+    'op (rank 0: sum; rank 1: max)'
+    """
+    for sections in zip(*by_rank.values(), strict=True):
+        shown = []
+        for name in dict.fromkeys(chain.from_iterable(sections)):
+            # As text, because NaN then equals NaN.
+            values = [str(section.get(name, "missing")) for section in sections]
+            if len(set(values)) > 1:
+                by_value = name_values(dict(zip(by_rank, values, strict=True)))
+                shown.append(f"{name} ({by_value})")
+        if shown:
+            more = len(shown) - _MOST_DIFFERENCES
+            return ", ".join(shown[:_MOST_DIFFERENCES]) + (f" and {more} more" if more > 0 else "")
+        for number, names in enumerate(zip(*sections, strict=True), 1):
+            if len(set(names)) > 1:
+                by_value = name_values(dict(zip(by_rank, names, strict=True)))
+                return f"the order, from number {number} on ({by_value})"
+    return ""

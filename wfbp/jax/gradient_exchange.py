@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +18,15 @@ from typing import Any
 
 import jax
 
+from wfbp.core.encoding import encode
+from wfbp.core.ranks import Sections
 from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.jax import xla_handlers
 from wfbp.jax.xla_device import Copy, HandlerPlace, Programs, find_programs
-from wfbp.runtime import consistency, process, signals
+from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import ReducerOptions
+from wfbp.runtime.consistency import SAME_TENSORS, describe_specs
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import GradientRef
@@ -47,20 +49,20 @@ class ExchangeDescription:
         return f"{name} ({self.occurrence + 1})" if self.occurrence else name
 
     @cached_property
-    def text(self) -> bytes:
-        """The description that ranks compare; the same in every process."""
+    def compared(self) -> Sections:
+        """Values that must be equal on all ranks; the same in every process."""
         settings = {
             "name": self.title,
             "op": str(self.options.op),
             "schedule": self.options.schedule,
             "bytes": self.options.threshold_bytes,
         }
-        return consistency.encode_specs(self.specs, settings)
+        return describe_specs(self.specs), settings
 
     @cached_property
     def key(self) -> int:
         """A number for compiled programs, which may be kept on disk."""
-        digest = hashlib.sha256(self.text).digest()
+        digest = hashlib.sha256(encode(self.compared)).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
 
@@ -304,12 +306,12 @@ class ExchangeRegistry:
                 return self._reducers[wanted.key]
             with self._lock:
                 known = sorted(self._descriptions)
-            message = json.dumps([wanted.key, wanted.text.decode(), known]).encode()
-            payloads = runtime.planning_channel.exchange(message, "jax: making an exchange")
-            keys, texts, known_by_rank = zip(*map(json.loads, payloads), strict=True)
+            channel, label = runtime.planning_channel, "jax: making an exchange"
+            keys, known_by_rank = zip(
+                *channel.exchange_values([wanted.key, known], label), strict=True
+            )
             if not set(keys).issubset(set.intersection(*map(set, known_by_rank))):
-                who = f"{runtime.where}: {wanted.title}"
-                consistency.check_specs(who, [text.encode() for text in texts])
+                channel.exchange(b"", wanted.title, label, wanted.compared, SAME_TENSORS)
             for key in sorted(set(keys) - self._reducers.keys()):
                 with self._lock:
                     description = self._descriptions[key]

@@ -25,7 +25,6 @@ from wfbp.runtime.consistency import (
     check_root,
     dtype_key,
     flattened,
-    sharing_argument_errors,
 )
 from wfbp.runtime.named.coordinator import Kind
 
@@ -90,7 +89,7 @@ def broadcast_parameters(parameters: Tree, root_rank: int = 0) -> Tree:
     leaves = [leaf for _, leaf in paths]
     copies = {}
     rows = []
-    with sharing_argument_errors(runtime, MANY):
+    with runtime.channel.sharing_errors(MANY):
         check_root(runtime, root_rank)
         for index, (path, leaf) in enumerate(paths):
             if not is_value(leaf):

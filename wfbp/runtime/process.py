@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import platform
@@ -21,8 +20,8 @@ from wfbp.comm.device import nccl
 from wfbp.comm.mpi.start_notice import under_launcher
 from wfbp.comm.waiting import num_cores
 from wfbp.config import Config, read_environment, unknown_variables
-from wfbp.core.ranks import counted, name_values
-from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpError
+from wfbp.core.ranks import counted
+from wfbp.errors import NotInitializedError, WfbpError
 from wfbp.launcher.rank import WFBPRUN
 from wfbp.runtime import timeline_files, uncaught
 from wfbp.runtime.cores import advice, num_threads, own_cores, part_of_cores
@@ -149,7 +148,8 @@ def _start_timeline(runtime: Runtime) -> None:
     config, rank = runtime.config, runtime.rank
     path = timeline_files.rank_file(config.record, rank)
     on_one_host = runtime.local_size == runtime.size
-    offset_s = 0.0 if on_one_host else timeline_files.clock_offset_s(runtime.channel.exchange)
+    exchange = runtime.channel.exchange_values
+    offset_s = 0.0 if on_one_host else timeline_files.clock_offset_s(exchange)
     steps, warn = config.record_steps, runtime.warn_once
     try:
         writer = timeline_files.TraceWriter(path, rank, offset_s=offset_s, steps=steps, warn=warn)
@@ -263,40 +263,22 @@ SHARED = (
 _MOST_HOSTS = 8
 _MOST_THREADS = 4
 """Of a reduction: more do not read memory faster."""
-_LABEL = "init(): comparing settings"
+_LABEL = "init()"
+_SAME_SETTINGS = "Set it to the same value on every rank; mpirun passes variables on to all of them"
 
 
 def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
     """Compare the shared settings of all ranks, and raise if any rank has a problem; collective."""
-    try:
+    with runtime.channel.sharing_errors(_LABEL):
+        if problem is not None:
+            raise problem
         _make_folder("WFBP_RECORD", runtime.config.record)
-    except ValueError as error:
-        problem = problem or error
-    mine = {name: getattr(runtime.config, name) for name in SHARED}
-    mine["record_steps"] = "-".join(map(str, mine["record_steps"]))  # as its variable has it
-    place = runtime.local_rank, runtime.local_size
-    told = describe_error(problem) if problem else ""
-    payload = json.dumps([told, mine, platform.node(), own_cores(), place])
-    payloads = [json.loads(p) for p in runtime.channel.exchange(payload.encode(), _LABEL)]
-    if problem is not None:
-        raise problem
-    for rank, (text, *_) in enumerate(payloads):
-        if text:
-            message = text.partition(": ")[2]
-            raise PeerError(f"{runtime.where}: init(): rank {rank}: {message}")
-    runtime.places = [(place[0], place[1]) for *_, place in payloads]
-    by_rank = {name: [settings[name] for _, settings, *_ in payloads] for name in SHARED}
-    shown = ", ".join(
-        f"WFBP_{name.upper()} ({name_values(dict(enumerate(values)))})"
-        for name, values in by_rank.items()
-        if len(set(values)) > 1
-    )
-    if shown:
-        raise DisagreementError(
-            f"{runtime.where}: init(): ranks disagree on {shown}. Set it to the same value on "
-            "every rank; mpirun passes variables on to all of them"
-        )
-    where = [(host, cores) for _, _, host, cores, _ in payloads]
+    shared = {f"WFBP_{name.upper()}": getattr(runtime.config, name) for name in SHARED}
+    shared["WFBP_RECORD_STEPS"] = "-".join(map(str, runtime.config.record_steps))  # as it is set
+    mine = platform.node(), own_cores(), (runtime.local_rank, runtime.local_size)
+    ranks = runtime.channel.exchange_values(mine, _LABEL, [shared], _SAME_SETTINGS)
+    runtime.places = [(place[0], place[1]) for *_, place in ranks]
+    where = [(host, cores) for host, cores, _ in ranks]
     runtime.core_sharers = where.count(where[runtime.rank])
     host, own = where[runtime.rank]
     sharers = sum(there == host and not set(own).isdisjoint(cores) for there, cores in where)

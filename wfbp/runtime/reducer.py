@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections import deque
@@ -17,9 +16,9 @@ from wfbp.comm.memory import Stamp
 from wfbp.core.cost import Costs
 from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError
-from wfbp.runtime import consistency
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import shard_range
+from wfbp.runtime.consistency import SAME_TENSORS, describe_specs
 from wfbp.runtime.heap import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.lane import Lane
 from wfbp.runtime.measuring import StepClock
@@ -97,8 +96,8 @@ class Reducer:
         self._name = name = options.name
         self.who = f"{runtime.where}: {name}"
         self._fetch = fetch  # for gradients without an event, when the step closes
-        chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
-        planned = [specs[k] for k in chosen]
+        gets = {s.name: active is None or active[k] for k, s in enumerate(specs)}
+        planned = [spec for spec in specs if gets[spec.name]] or specs[:1]
         is_logger = runtime.rank == 0
         self.tuner = Tuner(runtime.config, options, planned, runtime.size, is_logger=is_logger)
         channel = channel or runtime.channel
@@ -110,18 +109,20 @@ class Reducer:
             "compression": options.wire_dtype or "none",
             "decouples": options.decouples,
             "shares the update": options.sharded_update,
-            "tensors with gradient": [spec.name for spec in planned],
             "plan": self.tuner.plan.digest,
         }
         what = "comparing tensors"
-        mine = consistency.encode_specs(self.specs, settings)
-        payloads = channel.exchange_if_different(mine, f"{name}: {what}", what)
-        consistency.check_specs(self.who, payloads)
+        same = (
+            describe_specs(specs),
+            {f"whether {spec} gets a gradient": expected for spec, expected in gets.items()},
+            settings,
+        )
+        channel.exchange(b"", f"{name}: {what}", what, same, SAME_TENSORS)
         with runtime.in_turn(channel, f"{name}: making a lane"):
             backend, control_backend = runtime.lease(channel)
             self.memory = memory = location(runtime, backend, channel.call)
         # Separate, because ranks may end the steps of several reducers in different orders.
-        self._channel = runtime.channel_on(control_backend)
+        self.channel = runtime.channel_on(control_backend, name)
         self._lane = lane = Lane(backend, memory, options)
         self._events, self._thread = lane.events, runtime.thread
         self.clock = StepClock(memory, len(specs))
@@ -453,10 +454,6 @@ class Reducer:
         self.memory.trim()
         self.profiling = self.tuner.profiling
 
-    def exchange(self, payload: bytes, what: str) -> list[bytes]:
-        """Every rank's payload, after :meth:`synchronize`; collective."""
-        return self._channel.exchange(payload, f"{self._name}: {what}", what)
-
     def _hold_round(self, reduced: list[BufferView | None]) -> bool:
         """Reduce unplanned gradients and tune; whether ranks have joined; collective."""
         tuner, due = self.tuner, self.tuner.round_due
@@ -467,15 +464,14 @@ class Reducer:
             "evaluates": self.evaluates,
             "sparse": sorted(self.sparse),
         }
-        payloads = self.exchange(json.dumps(mine).encode(), "end of the step")
-        messages = [json.loads(payload) for payload in payloads]
+        messages = self.channel.exchange_values(mine, "end of the step")
         self.sparse_anywhere = sorted({k for message in messages for k in message["sparse"]})
         self.joined_ranks = [rank for rank, message in enumerate(messages) if message["joined"]]
         self.evaluated = any(message["evaluates"] for message in messages)
         unplanned = sorted({k for message in messages for k in message["unplanned"]})
         if unplanned:
             views = self._lane.reduce_now(
-                self._channel,
+                self.channel,
                 [self.specs[k] for k in unplanned],
                 [self._unplanned_gradient(k) for k in unplanned],
             )
@@ -488,7 +484,7 @@ class Reducer:
         elif due or wished:
             tuner.decide([m["tuner"] for m in messages], self._measure_costs, self._share)
         if joining or due or wished:
-            self.exchange(b"", f"the plan {tuner.plan.digest}")  # which must be the same
+            self.channel.exchange(b"", f"the plan {tuner.plan.digest}")  # which must be the same
         return bool(self.joined_ranks)  # which use no shards
 
     def _unplanned_gradient(self, index: int) -> GradientRef:
@@ -506,16 +502,16 @@ class Reducer:
 
     def _measure_costs(self) -> Costs:
         nbytes, tuner = sum(spec.nbytes for spec in self.specs), self.tuner
-        backend, call = self.memory.backend, self._channel.call
-        with self._runtime.in_turn(self._channel, f"{self._name}: measuring the network"):
+        backend, call = self.memory.backend, self.channel.call
+        with self._runtime.in_turn(self.channel, "measuring the network"):
             return self._runtime.network.measure(
                 nbytes, tuner.operations, tuner.doubts_costs, backend, call
             )
 
     def _share(self, compute: Callable[[], Any]) -> Any:
         """Rank 0's result of ``compute``, in JSON's types; collective."""
-        payload = json.dumps(compute()).encode() if self._runtime.rank == 0 else b""
-        return json.loads(self.exchange(payload, "planning")[0])
+        result = compute() if self._runtime.rank == 0 else None
+        return self.channel.exchange_values(result, "planning")[0]
 
     # After a step: all-gathers.
 

@@ -5,7 +5,6 @@ A process set has its own runtime (channels, lanes, costs) on the shared communi
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -153,9 +152,9 @@ class Runtime:
         self._names[name] += 1
         return name if self._names[name] == 1 else f"{name}-{self._names[name]}"
 
-    def channel_on(self, backend: HostBackend) -> ControlChannel:
+    def channel_on(self, backend: HostBackend, name: str = "") -> ControlChannel:
         """A control channel that does not wait for those on other backends."""
-        return ControlChannel(self.thread, backend, self.check, self.where, self.members)
+        return ControlChannel(self.thread, backend, self.check, self.where, self.members, name)
 
     def separate_planning(self) -> None:
         """Give :attr:`planning_channel` its own backend; collective."""
@@ -217,8 +216,7 @@ class Runtime:
 
     def _idle_everywhere(self, channel: ControlChannel, label: str) -> set[int]:
         """Numbers of the leased backends that are idle on all ranks; collective."""
-        payloads = channel.exchange(json.dumps(sorted(self._idle)).encode(), label)
-        return set.intersection(*(set(json.loads(payload)) for payload in payloads))
+        return set.intersection(*map(set, channel.exchange_values(sorted(self._idle), label)))
 
     def expect_other_threads(self) -> None:
         """From now on any thread may begin a collective, so this rank is never judged."""

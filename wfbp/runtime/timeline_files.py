@@ -210,15 +210,14 @@ class TraceWriter:
 _ROUNDS = 9
 
 
-def clock_offset_s(exchange: Callable[[bytes, str], list[bytes]]) -> float:
+def clock_offset_s(exchange: Callable[[Any, str], list[Any]]) -> float:
     """Seconds that this host's clock is ahead of rank 0's; collective."""
     # A small collective ends on all ranks at about the same time.
     ends_s = []
     for _ in range(_ROUNDS):
-        exchange(b"", "comparing clocks")
+        exchange(None, "comparing clocks")
         ends_s.append(time.time())
-    theirs = exchange(json.dumps(ends_s).encode(), "comparing clocks")
-    first: list[float] = json.loads(theirs[0])
+    first: list[float] = exchange(ends_s, "comparing clocks")[0]
     return statistics.median(own - other for own, other in zip(ends_s, first, strict=True))
 
 

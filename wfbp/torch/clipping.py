@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from wfbp.errors import DisagreementError
+from wfbp.runtime.progress.channel import ControlChannel
 from wfbp.runtime.runtime import Runtime
 
 LABEL = "optimizer.clip_grad_norm_()"
@@ -54,23 +54,23 @@ def _number(name: str, value: Any, expected: str) -> float:
 
 def clip(
     runtime: Runtime,
-    exchange: Callable[[bytes, str], list[bytes]],
+    channel: ControlChannel | None,  # None if all gradients are whole, and no other rank calls this
     limit: Limit,
     shards: Sequence[torch.Tensor],  # this rank's parts of gradients
     whole: Sequence[torch.Tensor],  # the same on every rank
     own: Sequence[torch.Tensor] = (),  # of this rank alone, scaled as well
-    alone: bool = False,  # whether all are whole, and other ranks do not call this
 ) -> float:
     """Scale gradients so that their norm is at most the limit's, and return the norm before; a
     collective."""
     norms = _norms(shards, limit.norm_type)
-    if alone or runtime.rank == 0:
+    if channel is None or runtime.rank == 0:
         norms += _norms(whole, limit.norm_type)
-    mine = np.array([_total(norms, limit.norm_type), *astuple(limit)], np.float64)
-    payloads = [mine.tobytes()] if alone else exchange(mine.tobytes(), LABEL)
-    by_rank = [np.frombuffer(payload).tolist() for payload in payloads]
-    _compare(runtime, [limits for _, *limits in by_rank])
-    norm = _total([part for part, *_ in by_rank], limit.norm_type)
+    norm = _total(norms, limit.norm_type)
+    if channel is not None:
+        remedy = "Every rank must clip by the same limit"
+        norm = _total(
+            channel.exchange_values(norm, LABEL, [asdict(limit)], remedy), limit.norm_type
+        )
     if limit.error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"{runtime.where}: the norm of the gradients is {norm}, so they cannot be clipped. "
@@ -96,14 +96,3 @@ def _total(norms: Sequence[float], norm_type: float) -> float:
     """The norm of all parts, from the norms of each."""
     with np.errstate(over="ignore"):  # then it is infinite
         return float(np.linalg.norm([0.0, *norms], norm_type))
-
-
-def _compare(runtime: Runtime, limits: Sequence[Sequence[float]]) -> None:
-    """Raise ``DisagreementError`` on every rank unless all clip alike."""
-    for rank, theirs in enumerate(limits):
-        for field, value, first in zip(fields(Limit), theirs, limits[0], strict=True):
-            if value != first:
-                raise DisagreementError(
-                    f"{runtime.where}: {LABEL}: ranks disagree: {field.name} is {first:g} on rank "
-                    f"0 and {value:g} on rank {rank}. Every rank must clip by the same limit"
-                )

@@ -86,7 +86,7 @@ class Drift:
         differ by much more than rounding. Collective."""
         reducer = self._reducer
         mine = struct.pack("I", self._chosen) + self._sample if self._sample else b""
-        payloads = reducer.exchange(mine, "parameters that differ")
+        payloads = reducer.channel.exchange(mine, "parameters that differ")
         self.forget()
         self._first, self._pause = reducer.num_steps + self._pause, 2 * self._pause
         index = next(filter(None, payloads), b"")[:4]  # ranks have chosen the same, if any

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 from wfbp.errors import WfbpError
@@ -44,9 +43,9 @@ def _finish(runtime: Runtime) -> None:
 def _leave_process_set(runtime: Runtime) -> None:
     """Let its optimizers go, with whole parameters and state; collective among its ranks."""
     mine = {sync.number: sync for sync in in_use(runtime)}
-    payloads = runtime.channel.exchange(json.dumps(list(mine)).encode(), "removing a process set")
+    numbers = runtime.channel.exchange_values(list(mine), "removing a process set")
     # One that is forgotten may still be there on a rank whose interpreter has not collected it.
-    common = set.intersection(*(set(json.loads(numbers)) for numbers in payloads))
+    common = set.intersection(*map(set, numbers))
     for number, sync in mine.items():
         if number in common:
             sync.prepare_whole()

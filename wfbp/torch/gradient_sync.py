@@ -242,9 +242,10 @@ class OptimizerSync:
             active=[p.requires_grad for p in params],
             compared={
                 "the optimizer's class": f"{kind.__module__}.{kind.__qualname__}",
-                "memory order": [
-                    f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))
-                ],
+                **{
+                    f"the memory order of {n}": tensors.unusual_order(p) or "row by row"
+                    for n, p in named
+                },
             },
             location=tensors.location_of(name, named),
             fetch=lambda index: sync.source(index) if (sync := this()) is not None else None,
@@ -281,7 +282,7 @@ class OptimizerSync:
         self._alone = False  # whether the last step was reduced with ranks that had joined
         sharding = None
         if options.sharded_update and reducer.may_decouple:
-            sharding = StateSharding(runtime, specs, params, optimizer, reducer.exchange)
+            sharding = StateSharding(runtime, specs, params, optimizer, reducer.channel)
         self._step_whole = _timed(reducer, step)
         self.update = Update(reducer, optimizer, self._step_whole, params, sharding, name)
         for param in params:
@@ -540,7 +541,9 @@ class OptimizerSync:
         """Before the first update, compare parameters and hyperparameters; a collective."""
         # After the step's gradients: all ranks must use the backend in the same order.
         params = self._params if self._check_parameters else []
-        for error in unplanned_exchanges.differences(self.reducer, self.optimizer, params):
+        for error in unplanned_exchanges.beginnings_that_differ(
+            self.reducer, self.optimizer, params
+        ):
             self._on_difference(error)
             self.update.replicate()
             self._check_parameters = False
@@ -570,7 +573,7 @@ class OptimizerSync:
         else:
             self.check_no_new_gradients()
             # A rank in step() would gather parameters.
-            self.reducer.exchange(b"", "synchronize() after clip_grad_norm_()")
+            self.reducer.channel.exchange(b"", "synchronize() after clip_grad_norm_()")
             whole = self.reducer.gather_gradients(self.held)
             self.reducer.flush()
             self._take(whole)
@@ -674,7 +677,8 @@ class OptimizerSync:
                     # The program keeps its own tensor; the update takes the slot.
                     own[0, slot.address] = tensors.shared(slot.data).view(param.dtype)
         scaled = list(own.values())
-        norm = clip(self.runtime, self.reducer.exchange, limit, shards, whole, scaled, self._alone)
+        channel = None if self._alone else self.reducer.channel
+        norm = clip(self.runtime, channel, limit, shards, whole, scaled)
         if watches:
             # If the optimizer uses shards, that the program changes p.grad would be in vain.
             self._is_clipped = True

@@ -15,7 +15,7 @@ from wfbp.runtime import signals
 from wfbp.runtime.api.parameters import MANY, broadcast_one, compare_many
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
-from wfbp.runtime.consistency import check_root, sharing_argument_errors
+from wfbp.runtime.consistency import SAME_TENSORS, check_root
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensor_operands, tensors
 
@@ -88,7 +88,7 @@ def share(
 def _broadcast_tensors(runtime: Runtime, parameters: Any, find_root: Callable[[], int]) -> None:
     """As :func:`broadcast_parameters`; an error of ``find_root`` is sent to the other ranks."""
     rows = []
-    with sharing_argument_errors(runtime, MANY):
+    with runtime.channel.sharing_errors(MANY):
         named_tensors = _tensors_of(parameters)
         root = find_root()
         check_root(runtime, root)
@@ -156,8 +156,9 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
     contents = [leaf.detach() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     outline = tree_map_only(torch.Tensor, _Slot.of, state)
     payload = pickle.dumps(outline) if runtime.rank == root else b""
-    purpose = f"broadcast_optimizer_state(root_rank={root})"
-    outline = pickle.loads(runtime.channel.exchange(payload, "optimizer state", purpose)[root])
+    label, same = "broadcast_optimizer_state", [{"root_rank": root}]
+    outlines = runtime.channel.exchange(payload, label, same=same, remedy=SAME_TENSORS)
+    outline = pickle.loads(outlines[root])
     if runtime.rank != root:
         params = (param for group in optimizer.param_groups for param in group["params"])
         here = next((param.device for param in params), torch.device("cpu"))

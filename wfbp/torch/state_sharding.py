@@ -11,7 +11,7 @@ import copy
 import pickle
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError
 from wfbp.runtime.buffers import shard_range
+from wfbp.runtime.progress.channel import ControlChannel
 from wfbp.runtime.progress.fetching import Content, Fetched
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView
@@ -79,8 +80,7 @@ class StateSharding:
     (counts of steps) are the same on every rank.
 
     ``params`` are dense in memory. The state of ``optimizer``, by parameter or shard, is changed in
-    place. ``exchange`` gives every rank's payload; it is this optimizer's own, because another
-    thread may use another optimizer.
+    place. ``channel`` is this optimizer's own, because another thread may use another optimizer.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class StateSharding:
         specs: Sequence[TensorSpec],
         params: Sequence[torch.Tensor],
         optimizer: torch.optim.Optimizer,
-        exchange: Callable[[bytes, str], list[bytes]],
+        channel: ControlChannel,
     ) -> None:
         self._runtime = runtime
-        self._exchange = exchange
+        self._channel = channel
         self._params = params
         self._optimizer = optimizer
         self._names = [spec.name for spec in specs]
@@ -293,7 +293,7 @@ class StateSharding:
         """Have the whole state of sharded parameters; collective."""
         for batch in self._batches(indices):
             mine = pickle.dumps(_collect(batch, self.shards, self._optimizer.state))
-            payloads = self._exchange(mine, _LABEL)
+            payloads = self._channel.exchange(mine, _LABEL)
             whole = self._put_together(batch, dict(enumerate(map(pickle.loads, payloads))))
             for index in batch:
                 self._optimizer.state.pop(self.shards.pop(index), None)

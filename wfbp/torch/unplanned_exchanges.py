@@ -5,9 +5,7 @@ Every function is a collective among the ranks of a reducer.
 
 from __future__ import annotations
 
-import json
 import pickle
-import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -17,13 +15,12 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from wfbp.core.ranks import name_values
+from wfbp.core.ranks import differences, name_values
 from wfbp.errors import DisagreementError
 from wfbp.runtime.reducer import Reducer
 from wfbp.torch import tensors
 
 _MOST_NAMES = 4
-_JOINED = b"joined"  # instead of numbers of eight bytes
 
 
 def sparse_sums(
@@ -38,7 +35,7 @@ def sparse_sums(
         grad = gradient.detach().coalesce()
         values = tensors.on_host(grad.values()).view(torch.uint8)  # NumPy lacks bfloat16
         mine[index] = grad.indices().cpu().numpy(), values.numpy()
-    payloads = reducer.exchange(pickle.dumps(mine), "sparse gradients")
+    payloads = reducer.channel.exchange(pickle.dumps(mine), "sparse gradients")
     ranks = [pickle.loads(payload) for payload in payloads]
     divisor = len(ranks) if average else 1
     return {
@@ -86,7 +83,7 @@ def _sum(param: torch.Tensor, parts: Sequence[tuple[Any, Any]], divisor: int) ->
     return total.to(param.dtype).to(param.device).coalesce()
 
 
-def differences(
+def beginnings_that_differ(
     reducer: Reducer,
     optimizer: torch.optim.Optimizer,
     params: Sequence[torch.Tensor],  # which must have the same values on all ranks
@@ -103,20 +100,14 @@ def differences(
         for key in getattr(optimizer, "defaults", {}):
             settings[f"{key} of parameter group {number}"] = _plain(group.get(key))
     marks = [zlib.crc32(tensors.raw(tensors.on_host(p)).data) for p in params]
-    payload, what = json.dumps([settings, marks]).encode(), "comparing learning rates and the like"
-    by_rank = [json.loads(text) for text in reducer.exchange(payload, what)]
-    first_settings = by_rank[0][0]
-    problems = _parameters_that_differ(reducer, [others for _, others in by_rank])
-    for rank, (theirs, _) in enumerate(by_rank):
-        for what in {**first_settings, **theirs}:
-            first, other = first_settings.get(what), theirs.get(what)
-            if str(first) != str(other):  # as text, because NaN then equals NaN
-                problems.append(
-                    f"{reducer.who}: ranks disagree: {what} is {first} on rank 0 and "
-                    f"{other} on rank {rank}. Give every rank the same, or rank 0's by "
-                    "broadcast_optimizer_state(optimizer, root_rank=0) before the first step"
-                )
-                return list(map(DisagreementError, problems))
+    label = "comparing learning rates and the like"
+    ranks = reducer.channel.exchange_values([settings, marks], label)
+    problems = _parameters_that_differ(reducer, [others for _, others in ranks])
+    if shown := differences({rank: [theirs] for rank, (theirs, _) in enumerate(ranks)}):
+        problems.append(
+            f"{reducer.who}: ranks disagree on {shown}. Give every rank the same, or rank 0's by "
+            "broadcast_optimizer_state(optimizer, root_rank=0) before the first step"
+        )
     return list(map(DisagreementError, problems))
 
 
@@ -141,15 +132,9 @@ def _parameters_that_differ(reducer: Reducer, marks: Sequence[Sequence[int]]) ->
 def compare_arguments(reducer: Reducer, arguments: Mapping[str, Any]) -> None:
     """Raise ``DisagreementError`` on every rank unless all call ``step()`` with equal numbers and
     texts."""
-    mine = json.dumps({name: _plain(value) for name, value in arguments.items()})
-    payloads = reducer.exchange(mine.encode(), "arguments of step()")
-    for rank, payload in enumerate(payloads):
-        if payload != payloads[0]:
-            raise DisagreementError(
-                f"{reducer.who}: ranks call step() with different arguments: {payloads[0].decode()}"
-                f" on rank 0 and {payload.decode()} on rank {rank}. Pass the same on every rank, "
-                "for example averaged by wfbp.allreduce()"
-            )
+    same = [{name: _plain(value) for name, value in arguments.items()}]
+    remedy = "Pass the same on every rank, for example averaged by wfbp.allreduce()"
+    reducer.channel.exchange(b"", "arguments of step()", same=same, remedy=remedy)
 
 
 def _plain(value: Any) -> Any:
@@ -179,16 +164,15 @@ def combined_losses(reducer: Reducer, result: Any, average: bool, joined: bool =
     is_bare = bool(leaves) and leaves[0] is result
     numbers = [_number(leaf) if is_bare or _is_loss(leaf) else None for leaf in leaves]
     mine = [number for number in numbers if number is not None]
-    packed = _JOINED if joined else struct.pack(f"{len(mine)}d", *mine)
-    payloads = reducer.exchange(packed, "the loss of step(closure)")
-    texts = [text for text in payloads if text not in (b"", _JOINED)]
-    by_rank = [struct.unpack(f"{len(text) // 8}d", text) for text in texts]
+    label = "the loss of step(closure)"
+    ranks = reducer.channel.exchange_values(None if joined else mine, label)
+    by_rank = [numbers for numbers in ranks if numbers]
     if len(set(map(len, by_rank))) > 1:
         raise DisagreementError(
             f"{reducer.who}: closures return different numbers of losses: "
-            f"{name_values(dict(enumerate(len(text) // 8 for text in payloads)))}"
+            f"{name_values({rank: len(numbers or ()) for rank, numbers in enumerate(ranks)})}"
         )
-    count = len(texts) + payloads.count(_JOINED) if average else 1
+    count = len(by_rank) + ranks.count(None) if average else 1
     combined = iter([sum(each) / count for each in zip(*by_rank, strict=True)])
     for place, number in enumerate(numbers):
         if number is not None:

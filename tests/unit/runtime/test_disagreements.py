@@ -20,7 +20,6 @@ from tests.support.trainer import Trainer, make_specs
 from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, StallError
-from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.progress.loop import num_program_threads
 from wfbp.runtime.progress.stall import ALL_RANKS, Need, RankStatus, StallWatch, deadlocked
 from wfbp.runtime.runtime import Runtime
@@ -31,7 +30,7 @@ PROMPT = Config(
 
 
 def barrier(runtime: Runtime, trainer: Trainer) -> None:
-    check_consistent(runtime, "barrier")
+    runtime.channel.exchange(b"", "barrier")
 
 
 def step(runtime: Runtime, trainer: Trainer) -> None:

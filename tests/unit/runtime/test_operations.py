@@ -21,12 +21,7 @@ from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError
 from wfbp.runtime.api import parameters
-from wfbp.runtime.consistency import (
-    check_consistent,
-    dtype_key,
-    in_native_order,
-    sharing_argument_errors,
-)
+from wfbp.runtime.consistency import dtype_key, in_native_order
 from wfbp.runtime.runtime import Runtime
 
 NUMBERS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
@@ -62,7 +57,8 @@ def test_broadcast_many_names_the_first_difference() -> None:
 
     for result in run_ranks(3, body):
         assert isinstance(result, DisagreementError)
-        assert "ranks disagree: c int64(1,) of rank 0 is missing on rank 1; b " in str(result)
+        told = "ranks disagree on c (rank 0: int64(1,); ranks 1, 2: missing), b (rank 0: missing; "
+        assert told in str(result)
 
 
 def test_broadcast_many_names_what_one_rank_alone_has() -> None:
@@ -72,25 +68,24 @@ def test_broadcast_many_names_what_one_rank_alone_has() -> None:
         parameters.broadcast_buffers(runtime, rows, buffers, root_rank=0)
 
     for result in run_ranks(2, body):
-        assert "b int64(1,) of rank 0 is missing on rank 1. Every" in str(result)
+        assert "b (rank 0: int64(1,); rank 1: missing). Every" in str(result)
 
 
-def test_agree_tells_every_rank_the_same() -> None:
+def test_every_rank_gets_the_same_error() -> None:
     def body(runtime: Runtime) -> None:
-        check_consistent(runtime, "allreduce", f"x, float32({3 + (runtime.rank == 1)},)")
+        same = [{"shape": (3 + (runtime.rank == 1),)}]
+        runtime.channel.exchange(b"", "allreduce", same=same, remedy="Pass one shape")
 
-    results = run_ranks(3, body)
-    for rank, result in enumerate(results):
+    told = "allreduce: ranks disagree on shape (ranks 0, 2: [3]; rank 1: [4]). Pass one shape"
+    for rank, result in enumerate(run_ranks(3, body)):
         assert isinstance(result, DisagreementError)
-        assert str(result).startswith(f"rank {rank} of 3: ranks called different operations")
-        told = "allreduce(x, float32(3,)) on rank 0, allreduce(x, float32(4,)) on rank 1. Every"
-        assert told in str(result)
+        assert str(result) == f"rank {rank} of 3: {told}"
 
 
 def test_a_disagreement_is_not_the_end() -> None:
     def body(runtime: Runtime) -> list[bytes]:
         with pytest.raises(DisagreementError):
-            check_consistent(runtime, "one" if runtime.rank else "other")
+            runtime.channel.exchange(b"", "one" if runtime.rank else "other")
         return runtime.channel.exchange(b"on", "on")
 
     assert all_well(run_ranks(2, body)) == [[b"on", b"on"]] * 2
@@ -98,7 +93,7 @@ def test_a_disagreement_is_not_the_end() -> None:
 
 def test_a_refusal_is_told_to_all() -> None:
     def body(runtime: Runtime) -> None:
-        with sharing_argument_errors(runtime, parameters.MANY):
+        with runtime.channel.sharing_errors(parameters.MANY):
             if runtime.rank == 1:
                 raise ValueError("w is read-only")
         parameters.broadcast_buffers(runtime, [], [], root_rank=0)

@@ -20,8 +20,8 @@ def test_ranks_with_other_tensors_or_settings() -> None:
 
     for rank, result in enumerate(run_ranks(3, body)):
         assert isinstance(result, DisagreementError)
-        told = "mine: ranks disagree: t1 float64(4,) on rank 0 is t1 float64(5,) on rank 2"
-        assert str(result).startswith(f"rank {rank} of 3: {told}")
+        told = "ranks disagree on t1 (ranks 0, 1: float64(4,); rank 2: float64(5,)). Every rank"
+        assert str(result).startswith(f"rank {rank} of 3: mine: comparing tensors: {told}")
 
 
 def test_ranks_of_other_classes() -> None:
@@ -31,7 +31,7 @@ def test_ranks_of_other_classes() -> None:
 
     for result in run_ranks(2, body):
         assert isinstance(result, DisagreementError)
-        assert "the optimizer's class is 'torch.optim.Adam' on rank 0" in str(result)
+        assert "class (rank 0: torch.optim.Adam; rank 1: torch.optim.SGD)" in str(result)
 
 
 def test_a_rank_that_stays_away_stalls_the_others() -> None:

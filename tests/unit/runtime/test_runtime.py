@@ -103,13 +103,13 @@ def test_communicators_are_freed_at_the_end(
 
 
 def test_exchanges_for_different_purposes() -> None:
-    """Nobody reads what was meant for something else."""
+    """A payload is read only by ranks that expect it."""
 
     def body(runtime: Runtime) -> list[bytes]:
         with pytest.raises(DisagreementError) as caught:
             runtime.channel.exchange(b"", "saving" if runtime.rank == 2 else "loading")
-        told = f"rank {runtime.rank} of 3: ranks called different operations: loading on rank 0, "
-        assert str(caught.value).startswith(f"{told}saving on rank 2. Every rank must")
+        told = f"rank {runtime.rank} of 3: ranks called different operations (ranks 0, 1: loading; "
+        assert str(caught.value).startswith(f"{told}rank 2: saving). Every rank must")
         return runtime.channel.exchange(b"on", "SGD" if runtime.rank else "sgd", purpose="stepping")
 
     assert all_well(run_ranks(3, body)) == [[b"on"] * 3] * 3

@@ -308,7 +308,7 @@ def test_merged_ranks_are_on_one_clock(tmp_path: Path) -> None:
 
 def test_clocks_of_hosts_are_compared() -> None:
     offsets = all_well(
-        run_ranks(3, lambda runtime: clock_offset_s(runtime.channel.exchange), CONFIG)
+        run_ranks(3, lambda runtime: clock_offset_s(runtime.channel.exchange_values), CONFIG)
     )
     assert offsets[0] == 0.0
     assert statistics.mean(map(abs, offsets)) < 0.2  # they share a clock

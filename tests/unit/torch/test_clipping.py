@@ -29,19 +29,15 @@ class Noting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def alone(payload: bytes, label: str) -> list[bytes]:
-    return [payload]
-
-
 def test_a_norm_beyond_all_numbers_is_infinite() -> None:
     """On a rank alone it must not raise: the others wait for its part."""
     runtime: Any = SimpleNamespace(rank=0, where="rank 0 of 1")
     huge = [torch.full((2,), 1e200, dtype=torch.float64)]
-    norm = clip(runtime, alone, Limit(1.0, 2.0, False), huge, [], alone=True)
+    norm = clip(runtime, None, Limit(1.0, 2.0, False), huge, [])
     assert norm == math.inf
     huge = [torch.full((2,), 1e200, dtype=torch.float64)]
     with pytest.raises(RuntimeError, match="the norm of the gradients is inf"):
-        clip(runtime, alone, Limit(1.0, 2.0, True), huge, [], alone=True)
+        clip(runtime, None, Limit(1.0, 2.0, True), huge, [])
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
@@ -52,7 +48,7 @@ def test_the_host_waits_for_shards_and_whole_gradients_once_each(norm_type: floa
     expected = float(torch.linalg.vector_norm(torch.cat([*shards, *whole]).double(), norm_type))
     noting = Noting()
     with noting:
-        norm = clip(runtime, alone, Limit(0.5, norm_type, False), shards, whole, alone=True)
+        norm = clip(runtime, None, Limit(0.5, norm_type, False), shards, whole)
     assert norm == pytest.approx(expected)
     assert noting.waits == ["tolist", "tolist"]
     clipped = torch.linalg.vector_norm(torch.cat([*shards, *whole]).double(), norm_type)

@@ -18,10 +18,10 @@ import torch
 
 from wfbp.errors import DisagreementError
 from wfbp.horovod.torch.adasum import HorovodOp, perform
-from wfbp.runtime import consistency
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.collectives.forms import FORMS
 from wfbp.runtime.collectives.process_sets import ProcessSet
+from wfbp.runtime.consistency import SAME_TENSORS, describe_specs
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
 from wfbp.torch.compiling import uncompiled
@@ -106,9 +106,8 @@ class AdasumOptimizer(HorovodOptimizer):
                 )
             kind = type(original)
             settings = {"the optimizer's class": f"{kind.__module__}.{kind.__qualname__}"}
-            specs = consistency.encode_specs([tensors.spec(n, p) for n, p in named], settings)
-            specs_of_ranks = among.channel.exchange(specs, f"{_TITLE}: comparing tensors")
-            consistency.check_specs(f"{among.where}: {kind.__name__}", specs_of_ranks)
+            same = describe_specs([tensors.spec(n, p) for n, p in named]), settings
+            among.channel.exchange(b"", _TITLE, same=same, remedy=SAME_TENSORS)
             self._wfbp_prefix = f"adasum.{next(among.optimizer_numbers)}"
         previous = getattr(wrapped_of(original), "_wfbp_sync", None)
         if previous is not None and previous.runtime is among and not previous.successor:

@@ -10,15 +10,13 @@ import numpy as np
 from wfbp.comm.arrays import Buffer
 from wfbp.runtime import process, signals
 from wfbp.runtime.consistency import (
-    check_argument_errors,
+    SAME_TENSORS,
     check_root,
-    check_specs,
     check_writable,
+    describe_tensors,
     dtype_key,
-    encode_arrays,
     flattened,
     in_native_order,
-    sharing_argument_errors,
 )
 from wfbp.runtime.runtime import Runtime
 
@@ -31,7 +29,7 @@ def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
     runtime = process.current("broadcast_parameters()")
     rows = []
     copies = []
-    with sharing_argument_errors(runtime, MANY):
+    with runtime.channel.sharing_errors(MANY):
         check_root(runtime, root_rank)
         for name, array in arrays.items():
             check_writable(name, array)
@@ -50,7 +48,7 @@ def broadcast_buffers(
     buffers: Sequence[Buffer],
     root_rank: int,
 ) -> None:
-    """Compare and broadcast named buffers; call within ``sharing_argument_errors``."""
+    """Compare and broadcast named buffers; call within ``sharing_errors``."""
     compare_many(runtime, rows, root_rank)
     if runtime.size > 1:
         for (name, _, _), buffer in zip(rows, buffers, strict=True):
@@ -61,13 +59,8 @@ def compare_many(
     runtime: Runtime, rows: Sequence[tuple[str, str, Sequence[int]]], root_rank: int
 ) -> None:
     """Raise unless all ranks pass equal ``rows``."""
-    if runtime.size == 1:
-        runtime.check()
-        return
-    message = encode_arrays(rows, {"root_rank": root_rank})
-    payloads = runtime.channel.exchange_if_different(message, MANY)
-    check_argument_errors(runtime, MANY, payloads)
-    check_specs(f"{runtime.where}: {MANY}", payloads)
+    same = describe_tensors(rows), {"root_rank": root_rank}
+    runtime.channel.exchange(b"", MANY, same=same, remedy=SAME_TENSORS)
 
 
 def broadcast_one(runtime: Runtime, name: str, buffer: Buffer, root_rank: int) -> None:

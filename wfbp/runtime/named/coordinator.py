@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from wfbp.core.ranks import name_ranks, name_values
+from wfbp.core.ranks import Sections, differences, name_ranks
 from wfbp.core.types import Op
 
 _CHANGED_BY_ZEROS = {Op.MIN.value, Op.MAX.value, Op.PRODUCT.value}
@@ -121,35 +121,32 @@ def _respond(requests: Mapping[int, Request], joined: list[int]) -> Response:
     return Response(first, "", extents, wanted)
 
 
-def _compared(request: Request) -> dict[str, Any]:
+def _compared(request: Request) -> Sections:
     """The values that must be equal on all ranks, the most general first."""
     by_rows = request.kind in (Kind.ALLGATHER, Kind.ALLTOALL)
-    return {
+    values: dict[str, object] = {
         "the call": request.called,
         "the operation": request.kind.value,
         "the element type": request.dtype,
         **({"all dimensions but the first": request.shape[1:]} if by_rows else {}),
         **({} if by_rows else {"shape": request.shape}),
         "op": request.op,
-        "prescale_factor": str(request.prescale),  # as text, because NaN then equals NaN
-        "postscale_factor": str(request.postscale),
+        "prescale_factor": request.prescale,
+        "postscale_factor": request.postscale,
         "root_rank": request.root,
         "rows of each rank": () if request.kind is Kind.ALLTOALL else request.splits,
     }
+    return [{name: value} for name, value in values.items()]
 
 
 def _difference(requests: Mapping[int, Request]) -> str:
     """How requests of one name disagree, for messages; empty if they agree."""
+    first = next(iter(requests.values()))
     compared = {rank: _compared(request) for rank, request in requests.items()}
-    first = next(iter(compared.values()))
-    if all(values == first for values in compared.values()):
+    if all(values == _compared(first) for values in compared.values()):
         return ""
-    for what in first:
-        by_rank = {rank: values.get(what) for rank, values in compared.items()}
-        if len(set(by_rank.values())) > 1:
-            break
-    label = next(iter(requests.values())).label
-    return (
-        f"{label}: ranks disagree on {what}: {name_values(by_rank)}. Operations of one name must "
-        "be equal on every rank; those without a name match by their order"
+    what = differences(compared)
+    return what and (
+        f"{first.label}: ranks disagree on {what}. Operations of one name must be equal on every "
+        "rank; those without a name match by their order"
     )

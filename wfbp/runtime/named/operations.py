@@ -12,7 +12,6 @@ import numpy as np
 from wfbp.comm.backend import HostBackend, Mailbox
 from wfbp.errors import WfbpError
 from wfbp.runtime import signals
-from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.named.coordinator import Kind, Request
 from wfbp.runtime.named.named_lane import JOIN, NamedLane, NamedOperation
 from wfbp.runtime.progress.stall import Members
@@ -63,7 +62,7 @@ class Collectives:
             if known == chosen:
                 hint = f", with number {number}" if number else ": use global_process_set"
                 raise ValueError(f"a process set of ranks {list(chosen)} exists already{hint}")
-        check_consistent(self._runtime, "add_process_set", str(list(chosen)))
+        self._check_same("add_process_set", chosen)
         return self._make_set(chosen)
 
     @signals.deferred
@@ -74,7 +73,7 @@ class Collectives:
         if lane is not None:
             let_go(lane.runtime)
             self._check_idle(number)
-        check_consistent(self._runtime, "remove_process_set", str(list(self.sets[number])))
+        self._check_same("remove_process_set", self.sets[number])
         del self.sets[number]
         if lane is not None:  # an idle lane is not served
             del self.lanes[number]
@@ -93,6 +92,11 @@ class Collectives:
                 f"operations of process set {number} are pending: {', '.join(pending[:5])}. "
                 "synchronize() them before remove_process_set()"
             )
+
+    def _check_same(self, call: str, ranks: tuple[int, ...]) -> None:
+        """Raise ``DisagreementError`` unless all ranks make this call with these ranks."""
+        remedy = "Every rank must pass the same ranks, in the same order of calls"
+        self._runtime.channel.exchange(b"", call, same=[{"the ranks": ranks}], remedy=remedy)
 
     def _make_set(self, ranks: tuple[int, ...]) -> int:
         number = next(self._set_numbers)

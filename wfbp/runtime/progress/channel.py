@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from wfbp.comm.backend import Finished, HostBackend, Work
-from wfbp.errors import DisagreementError
+from wfbp.core.encoding import decode, encode
+from wfbp.core.ranks import Sections, differences, name_values
+from wfbp.errors import DisagreementError, PeerError, WfbpError
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 
@@ -28,12 +31,14 @@ class ControlChannel:
         check: Callable[[], None],
         where: str,
         members: Members = ALL_RANKS,
+        name: str = "",  # of its user, before labels
     ) -> None:
         self._thread = thread
         self._backend = backend
         self._check = check
         self._where = where
         self._members = members
+        self._name = name and f"{name}: "
 
     def call(self, start: Callable[[HostBackend], Work[T]], label: str) -> T:
         """Run one collective, begun by ``start``, and return its result."""
@@ -45,27 +50,60 @@ class ControlChannel:
         """Run a function under the progress lock after earlier collectives; returns its result."""
         return self.call(lambda backend: Finished(act(backend)), label)
 
-    def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
-        """Every rank's payload, in rank order; ``DisagreementError`` if purposes differ."""
-        # Compared before a payload of another purpose is read.
-        letter = (purpose or label).replace("\0", "\\0").encode() + b"\0" + payload
-        tagged = self.call(lambda backend: backend.all_gather_bytes(letter), label)
-        purposes, _, payloads = zip(*(each.partition(b"\0") for each in tagged), strict=True)
-        for rank, other in enumerate(purposes):
-            if other != purposes[0]:
-                raise DisagreementError(
-                    f"{self._where}: ranks called different operations: {purposes[0].decode()} on "
-                    f"rank 0, {other.decode()} on rank {rank}. Every rank must call the same "
-                    "operations in the same order with the same names, element types and shapes"
-                )
-        return list(payloads)
+    def exchange(
+        self,
+        payload: bytes,
+        label: str,
+        purpose: str = "",
+        same: Sections = (),
+        remedy: str = "",
+        refusal: str = "",
+    ) -> list[bytes]:
+        """Every rank's payload, in rank order.
 
-    def exchange_if_different(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
-        """As :meth:`exchange`, but an empty list if all are equal: then only digests are sent."""
-        digest = hashlib.sha256(payload).digest()
-        if len(set(self.exchange(digest, label, purpose))) == 1:
-            return []
-        return self.exchange(payload, label, purpose)
+        Raises ``DisagreementError`` on every rank if purposes (by default labels) or what must be
+        the ``same`` differ, and ``PeerError`` if a rank has a ``refusal``.
+        """
+        told = encode([purpose or label, refusal, same])
+        digest = hashlib.sha256(told).digest()
+        label = self._name + label
+        letters = self.call(lambda backend: backend.all_gather_bytes(digest + payload), label)
+        # Every rank sees whether all agree. Only if they do not, descriptions travel.
+        if not all(letter.startswith(digest) for letter in letters):
+            texts = self.call(lambda backend: backend.all_gather_bytes(told), label)
+            raise self._disagreement(label, list(map(decode, texts)), remedy)
+        return [letter[len(digest) :] for letter in letters]
+
+    def exchange_values(
+        self, value: Any, label: str, same: Sections = (), remedy: str = ""
+    ) -> list[Any]:
+        """As :meth:`exchange`, of values of JSON's types."""
+        return [*map(decode, self.exchange(encode(value), label, same=same, remedy=remedy))]
+
+    @contextmanager
+    def sharing_errors(self, label: str) -> Iterator[None]:
+        """Context for checks of arguments. After an error here, the other ranks' exchange of this
+        label raises ``PeerError``: they would wait for this rank otherwise."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(DisagreementError, PeerError):
+                self.exchange(b"", label, refusal=str(error))
+            raise
+
+    def _disagreement(self, label: str, told: list[Any], remedy: str) -> WfbpError:
+        """The error, given each rank's purpose, refusal, and what must be the same."""
+        for rank, (_, refusal, _) in enumerate(told):
+            if refusal:
+                return PeerError(f"{self._where}: {label}: rank {rank}: {refusal}")
+        purposes = {rank: purpose for rank, (purpose, _, _) in enumerate(told)}
+        if len(set(purposes.values())) > 1:
+            return DisagreementError(
+                f"{self._where}: ranks called different operations ({name_values(purposes)}). "
+                "Every rank must call the same operations in the same order"
+            )
+        what = differences({rank: same for rank, (_, _, same) in enumerate(told)})
+        return DisagreementError(f"{self._where}: {label}: ranks disagree on {what}. {remedy}")
 
     def close(self) -> None:
         """Close the backend; under the progress lock, and nothing may be under way."""

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -66,20 +67,16 @@ def over_mpi(url: str, timeout: timedelta = timedelta(minutes=5), **__: Any) -> 
     asked = {key: value for key, value in parse_qsl(urlsplit(url).query) if value != "-1"}
     # A fresh server, which all of this job's later groups share.
     listener = socket.create_server(("", 0), backlog=runtime.size) if runtime.rank == 0 else None
-    own_place = ""
+    own_place: Any = None
     if listener is not None:
         on_one_host = runtime.local_size == runtime.size
         addresses = [_LOOPBACK] if on_one_host else _addresses()
-        own_place = json.dumps([listener.getsockname()[1], addresses, uuid.uuid4().hex])
-
-    def exchange(text: str) -> list[str]:
-        label = "init_process_group()"
-        return [told.decode() for told in runtime.channel.exchange(text.encode(), label)]
-
-    port, addresses, token = json.loads(exchange(own_place)[0])
+        own_place = listener.getsockname()[1], addresses, uuid.uuid4().hex
+    exchange = partial(runtime.channel.exchange_values, label="init_process_group()")
+    port, addresses, token = exchange(own_place)[0]
     with _telling(listener, token):
         reached = exchange(_reachable(addresses, port, token) if runtime.rank else _LOOPBACK)
-    exchange("")  # the listener is the store's from now on
+    exchange(None)  # the listener is the store's from now on
     if not all(reached):
         missing = [rank for rank, address in enumerate(reached) if not address]
         raise BackendError(
@@ -209,9 +206,9 @@ class Groups:
     def _number_ranks(self, rank: int, size: int) -> None:
         """Learn which rank of the runtime each rank of PyTorch is; collective."""
         runtime = self.runtime
-        payload = json.dumps([rank, size, uuid.uuid4().hex]).encode()
-        told = runtime.channel.exchange(payload, "init_process_group()")
-        numbers, sizes, prefixes = zip(*map(json.loads, told), strict=True)
+        told = [rank, size, uuid.uuid4().hex]
+        ranks = runtime.channel.exchange_values(told, "init_process_group()")
+        numbers, sizes, prefixes = zip(*ranks, strict=True)
         if {*sizes} != {runtime.size}:  # on every rank: others would wait for this one
             given = sizes[0] if len({*sizes}) == 1 else list(sizes)
             raise ValueError(

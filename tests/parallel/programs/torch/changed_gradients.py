@@ -317,8 +317,8 @@ def memory_order_differs_between_ranks() -> None:
         model.to(memory_format=torch.channels_last)
     raises(
         DisagreementError,
-        "memory order",
-        "weights.weight (0, 2, 3, 1) on rank 1 only",
+        "the memory order of weights.weight (rank",
+        "rank 1: (0, 2, 3, 1))",
         act=lambda: wfbp.torch.DistributedOptimizer(
             momentum(model.parameters()), model.named_parameters()
         ),

@@ -81,7 +81,7 @@ def parameters_that_were_not_broadcast() -> None:
         assert shares[1:] == [[wanted] * 3] * 6, shares
     options = {"check_parameters": odd(), "optimizer_sharding": False}
     differ = functools.partial(step, lambda o: o.step(), **options)
-    raises(DisagreementError, "check_parameters is False on rank 0", act=differ)
+    raises(DisagreementError, f"check_parameters ({others()}: False", act=differ)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         p = nn.Parameter(torch.full((50,), float(odd())))
@@ -103,8 +103,7 @@ def shapes() -> None:
     named: Named = [("a", parameter(3)), ("b", parameter(2, 5 if odd() else 4))]
     raises(
         DisagreementError,
-        "b float32(2, 4) on rank 0",
-        f"b float32(2, 5) on {last()}",
+        f"b ({others()}: float32(2, 4); {last()}: float32(2, 5))",
         act=lambda: wrap(named),
     )
 
@@ -113,9 +112,8 @@ def shapes() -> None:
 def element_types() -> None:
     dtype = torch.float64 if odd() else torch.float32
     named: Named = [("a", parameter(3, dtype=dtype)), ("b", parameter(2))]
-    raises(
-        DisagreementError, "a float32(3,)", f"a float64(3,) on {last()}", act=lambda: wrap(named)
-    )
+    told = f"a ({others()}: float32(3,); {last()}: float64(3,))"
+    raises(DisagreementError, told, act=lambda: wrap(named))
 
 
 @check
@@ -123,13 +121,12 @@ def counts() -> None:
     named: Named = [("a", parameter(3)), ("b", parameter(2))]
     raises(
         DisagreementError,
-        "b float32(2,) of rank 0 is missing",
-        last(),
+        f"b ({others()}: float32(2,); {last()}: missing)",
         act=lambda: wrap(named[:1] if odd() else named),
     )
     raises(
         DisagreementError,
-        f"b float32(2,) of {last()} is missing on rank 0",
+        f"b ({others()}: missing; {last()}: float32(2,))",
         act=lambda: wrap(named if odd() else named[:1]),
     )
 
@@ -139,9 +136,7 @@ def orders() -> None:
     named: Named = [("a", parameter(3)), ("b", parameter(2)), ("c", parameter(1))]
     raises(
         DisagreementError,
-        "tensor 1 is b float32(2,) on rank 0",
-        f"c float32(1,) on {last()}",
-        "order",
+        f"the order, from number 2 on ({others()}: b; {last()}: c)",
         act=lambda: wrap([named[0], named[2], named[1]] if odd() else named),
     )
 
@@ -149,7 +144,8 @@ def orders() -> None:
 @check
 def names() -> None:
     named: Named = [("z" if odd() else "a", parameter(3))]
-    raises(DisagreementError, "a float32(3,)", "z float32(3,)", last(), act=lambda: wrap(named))
+    told = f"a ({others()}: float32(3,); {last()}: missing)", "z ("
+    raises(DisagreementError, *told, act=lambda: wrap(named))
 
 
 @check
@@ -160,12 +156,12 @@ def settings() -> None:
     schedule = "single" if odd() else "layerwise"
     raises(DisagreementError, "schedule", "single", last(), act=lambda: act(schedule=schedule))
     op = wfbp.Sum if odd() else wfbp.Average
-    told = f"op is 'wfbp.Average' on rank 0 and 'wfbp.Sum' on {last()}"
+    told = f"op ({others()}: wfbp.Average; {last()}: wfbp.Sum)"
     raises(DisagreementError, told, act=lambda: act(op=op))
     limit = 100 if odd() else 200
     raises(
         DisagreementError,
-        "threshold_bytes is 200 on rank 0 and 100",
+        f"threshold_bytes ({others()}: 200; {last()}: 100)",
         act=lambda: act(schedule="threshold", threshold_bytes=limit),
     )
 
@@ -176,7 +172,7 @@ def classes() -> None:
     optimizer = kind([parameter(3)], lr=0.1)
     raises(
         DisagreementError,
-        "the optimizer's class is 'torch.optim.sgd.SGD' on rank 0 and 'torch.optim.adam.Adam'",
+        f"class ({others()}: torch.optim.sgd.SGD; {last()}: torch.optim.adam.Adam)",
         act=lambda: wfbp.torch.DistributedOptimizer(optimizer),
     )
 
@@ -192,7 +188,7 @@ def learning_rates() -> None:
         arguments = (1.0,) if first == "clip_grad_norm_" else ()
         raises(
             DisagreementError,
-            f"lr of parameter group 1 is 0.2 on rank 0 and 0.3 on {last()}",
+            f"lr of parameter group 1 ({others()}: 0.2; {last()}: 0.3)",
             "broadcast_optimizer_state(optimizer, root_rank=0)",
             act=lambda o=optimizer, f=first, a=arguments: getattr(o, f)(*a),
         )
@@ -208,18 +204,17 @@ def learning_rates() -> None:
 def limits_of_clipping() -> None:
     p = parameter(3)
     optimizer = wrap([("p", p)])
-    for usual, other, told in (
-        ((1.0,), (2.0,), "max_norm is 1 on rank 0 and 2 on"),
-        ((1.0,), (1.0, float("inf")), "norm_type is 2 on rank 0 and inf on"),
-        ((1.0,), (1.0, 2, True), "error_if_nonfinite is 0 on rank 0 and 1 on"),
+    for usual, other, (name, here, there) in (
+        ((1.0,), (2.0,), ("max_norm", "1.0", "2.0")),
+        ((1.0,), (1.0, float("inf")), ("norm_type", "2.0", "inf")),
+        ((1.0,), (1.0, 2, True), ("error_if_nonfinite", "False", "True")),
     ):
         p.sum().backward()
         arguments = other if odd() else usual
         raises(
             DisagreementError,
-            f"rank {wfbp.rank()} of {wfbp.size()}: optimizer.clip_grad_norm_(): ranks disagree",
-            told,
-            last(),
+            f"rank {wfbp.rank()} of {wfbp.size()}: SGD: optimizer.clip_grad_norm_(): ",
+            f"ranks disagree on {name} ({others()}: {here}; {last()}: {there})",
             act=lambda a=arguments: optimizer.clip_grad_norm_(*a),
         )
         optimizer.zero_grad()
@@ -231,8 +226,7 @@ def frozen_tensors() -> None:
     named[0][1].requires_grad_(odd())
     raises(
         DisagreementError,
-        "gradient: none on rank 0 only",
-        f"a on {last()} only",
+        f"whether a gets a gradient ({others()}: False; {last()}: True)",
         act=lambda: wrap(named),
     )
 
@@ -247,8 +241,7 @@ def many_differences_are_cut_short() -> None:
 def a_reducer_disagrees() -> None:
     raises(
         DisagreementError,
-        "w float32(3,)",
-        f"w float32(4,) on {last()}",
+        f"w ({others()}: float32(3,); {last()}: float32(4,))",
         act=lambda: wfbp.GradientReducer([("w", np.zeros(4 if odd() else 3, np.float32))]),
     )
 
@@ -267,7 +260,7 @@ def allreduce() -> None:
         ({"op": wfbp.Max}, "disagree on op", "sum", "max"),
     )
     for options, what, usual, other in different:
-        told = f"{what}: {others()}: {usual}; {last()}: {other}"
+        told = f"{what} ({others()}: {usual}; {last()}: {other})"
         raises(DisagreementError, told, "'x'", act=lambda m=options: act(**m if odd() else {}))
     tensor = torch.zeros(4 if odd() else 3)
     raises(DisagreementError, "(3,)", "(4,)", last(), act=lambda: wfbp.torch.allreduce(tensor))
@@ -292,7 +285,7 @@ def different_operations() -> None:
     raises(
         DisagreementError,
         "broadcast_object",
-        f"root_rank: {others()}: 0; {last()}: 1",
+        f"root_rank ({others()}: 0; {last()}: 1)",
         act=lambda: wfbp.broadcast_object(1, root_rank=1 if odd() else 0),
     )
     raises(
@@ -303,17 +296,17 @@ def different_operations() -> None:
     state = {"a": torch.zeros(3)}
     raises(
         DisagreementError,
-        f"comparing tensors on rank 0, broadcast_parameters on {last()}",
+        f"({others()}: comparing tensors; {last()}: broadcast_parameters)",
         act=lambda: wfbp.broadcast_parameters(state) if odd() else wrap([("a", parameter(3))]),
     )
     raises(
         DisagreementError,
-        f"allgather 'x': ranks disagree on all dimensions but the first: {others()}: (3,)",
+        f"allgather 'x': ranks disagree on all dimensions but the first ({others()}: (3,)",
         act=lambda: wfbp.allgather(np.zeros((2, 4 if odd() else 3)), name="x"),
     )
     raises(
         DisagreementError,
-        f"the operation: {others()}: allreduce; {last()}: barrier",
+        f"the operation ({others()}: allreduce; {last()}: barrier)",
         act=lambda: wfbp.torch.barrier() if odd() else wfbp.torch.allreduce(torch.ones(2)),
     )
     wfbp.barrier()
@@ -329,18 +322,18 @@ def parameters() -> None:
         return other if odd() else usual
 
     three, four = np.zeros(3), np.zeros(4)
-    told = f"a float64(3,) on rank 0 is a float64(4,) on {last()}"
+    told = f"a ({others()}: float64(3,); {last()}: float64(4,))"
     raises(DisagreementError, told, act=lambda: act({"a": mine(three, four)}))
-    raises(DisagreementError, "b float64(3,)", last(), act=lambda: act({mine("a", "b"): three}))
+    told = f"b ({others()}: missing; {last()}: float64(3,))"
+    raises(DisagreementError, told, act=lambda: act({mine("a", "b"): three}))
     raises(
         DisagreementError,
-        f"b float64(4,) of {last()} is missing on rank 0",
+        f"b ({others()}: missing; {last()}: float64(4,))",
         act=lambda: act(mine({"a": three}, {"a": three, "b": four})),
     )
     raises(
         DisagreementError,
-        "root_rank is 0 on rank 0",
-        last(),
+        f"root_rank ({others()}: 0; {last()}: 1)",
         act=lambda: act({"a": three}, mine(0, 1)),
     )
     state = {"a": torch.zeros(3, dtype=mine(torch.float32, torch.float64))}

@@ -212,7 +212,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     optimizer.step()
 assert len(caught) == (size > 1), caught
-assert all("ranks disagree: lr" in str(w.message) for w in caught)
+assert all("ranks disagree on lr" in str(w.message) for w in caught)
 
 # Training that an operation breaks once goes on from its last commit.
 torch.manual_seed(rank)
