@@ -21,7 +21,7 @@ EQUAL_RANKS = (
 )
 
 
-MISSING = ("all_to_all", "messages_between_two", "subset")
+MISSING = ("all_to_all", "subset")
 """What an emulated link does not offer."""
 
 

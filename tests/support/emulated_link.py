@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, Segment, blocks, combine, fill, typed
-from wfbp.comm.backend import HostBackend, Mailbox, T, Work
+from wfbp.comm.backend import HostBackend, T, Work
 from wfbp.core.types import Op, Operation
 from wfbp.errors import PeerError
 
@@ -147,11 +147,9 @@ class EmulatedLink(HostBackend):
     def duplicate(self) -> EmulatedLink:
         return EmulatedLink(self._channel.costs[ALL_REDUCE], self.size, _channel=self._channel)
 
-    def mailbox(self) -> Mailbox:
-        return _EmulatedMailbox(self.size)
-
-    def send_notice(self, payload: bytes) -> None:
-        self._notices += [(rank, bytes(payload)) for rank in range(1, self.size)]
+    def send_notice(self, rank: int, payload: bytes) -> None:
+        if payload.startswith(b'["bye"'):  # the ranks that are played leave with this one
+            self._notices.append((rank, payload))
 
     def poll_notices(self) -> list[tuple[int, bytes]]:
         arrived, self._notices = self._notices, []
@@ -167,21 +165,3 @@ class EmulatedLink(HostBackend):
         self, nbytes: int, finish: Callable[[], Any], operation: Operation = ALL_REDUCE
     ) -> Work[Any]:
         return _EmulatedWork(self._channel, operation, nbytes, finish)
-
-
-class _EmulatedMailbox(Mailbox):
-    def __init__(self, size: int) -> None:
-        self.echoes = size > 1
-        self._senders = range(1, size) if size > 1 else (0,)
-        self._arrived: list[tuple[int, bytes]] = []
-
-    def send(self, rank: int, payload: bytes) -> None:
-        if rank == 0:
-            self._arrived += [(sender, bytes(payload)) for sender in self._senders]
-
-    def receive(self) -> list[tuple[int, bytes]]:
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def close(self) -> None:
-        """Has no resources to free."""

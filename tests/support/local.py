@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, Segment, blocks, combine, fill, typed
-from wfbp.comm.backend import Finished, HostBackend, Mailbox, T, Work
+from wfbp.comm.backend import HostBackend, T, Work
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
 
@@ -64,8 +64,6 @@ class LocalWorld:
         self.name = f"world {self.fate.num_worlds}"
         self.open: dict[int, _Rendezvous] = {}
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
-        # By sender, receiver and tag.
-        self.letters: dict[tuple[int, int, int], deque[bytes]] = {}
         self._backends = [LocalBackend(self, rank) for rank in range(size)]
 
     def backend(self, rank: int) -> LocalBackend:
@@ -126,32 +124,6 @@ class _LocalWork(Work[T]):
         assert self._meeting.results is not None, "result before test() was True"
         value: T = self._meeting.results[self._rank]
         return value
-
-
-class _LocalReceive(Work[None]):
-    def __init__(self, world: LocalWorld, key: tuple[int, int, int], buffer: Buffer) -> None:
-        self._world = world
-        self._key = key
-        self._buffer = buffer
-        self._done = False
-
-    def test(self) -> bool:
-        if self._done:
-            return True
-        with self._world.fate.condition:
-            if self._world.fate.error is not None:
-                raise self._world.fate.error
-            letters = self._world.letters.get(self._key)
-            if letters:
-                np.copyto(self._buffer, np.frombuffer(letters.popleft(), np.uint8))
-                self._done = True
-        if not self._done:
-            time.sleep(0)
-        return self._done
-
-    @property
-    def result(self) -> None:
-        return None
 
 
 class LocalBackend(HostBackend):
@@ -262,19 +234,9 @@ class LocalBackend(HostBackend):
         made: LocalBackend | None = self._meet(("subset", *ranks), finish)
         return made
 
-    def mailbox(self) -> Mailbox:
-        def finish(_: list[Any]) -> list[Any]:
-            boxes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(self.size)]
-            return [_LocalMailbox(rank, boxes) for rank in range(self.size)]
-
-        made: Mailbox = self._meet(("mailbox",), finish)
-        return made
-
-    def send_notice(self, payload: bytes) -> None:
+    def send_notice(self, rank: int, payload: bytes) -> None:
         with self._world.fate.condition:
-            for rank, box in enumerate(self._world.notices):
-                if rank != self.rank:
-                    box.append((self.rank, bytes(payload)))
+            self._world.notices[rank].append((self.rank, bytes(payload)))
 
     def poll_notices(self) -> list[tuple[int, bytes]]:
         box = self._world.notices[self.rank]
@@ -284,15 +246,6 @@ class LocalBackend(HostBackend):
             arrived = list(box)
             box.clear()
         return arrived
-
-    def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        with self._world.fate.condition:
-            letters = self._world.letters.setdefault((self.rank, peer, tag), deque())
-            letters.append(bytes(buffer))
-        return Finished(None)
-
-    def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        return _LocalReceive(self._world, (peer, self.rank, tag), buffer)
 
     def abort(self, code: int) -> None:
         self._world.end(PeerError(f"rank {self.rank} aborted the run with code {code}"))
@@ -324,21 +277,3 @@ class LocalBackend(HostBackend):
     @staticmethod
     def _over(work: Work[Any]) -> bool:
         return work.test()
-
-
-class _LocalMailbox(Mailbox):
-    """Appending to a deque and taking from it need no lock."""
-
-    def __init__(self, rank: int, boxes: Sequence[deque[tuple[int, bytes]]]) -> None:
-        self._rank = rank
-        self._boxes = boxes
-
-    def send(self, rank: int, payload: bytes) -> None:
-        self._boxes[rank].append((self._rank, bytes(payload)))
-
-    def receive(self) -> list[tuple[int, bytes]]:
-        box = self._boxes[self._rank]
-        return [box.popleft() for _ in range(len(box))]
-
-    def close(self) -> None:
-        """Nothing to give back."""

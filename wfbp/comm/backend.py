@@ -159,30 +159,6 @@ class Backend(ABC):
         """Free the backend's resources; collective if the library below demands it."""
 
 
-class Mailbox(ABC):
-    """Messages from rank to rank, outside any collective; used by its backend's thread. ``echoes``:
-    one process plays the other ranks, which send back what they receive."""
-
-    echoes = False
-
-    @property
-    def sending(self) -> bool:
-        """Whether a message is still being sent; :meth:`receive` makes progress on it."""
-        return False
-
-    @abstractmethod
-    def send(self, rank: int, payload: bytes) -> None:
-        """Send to one rank (or this one), without waiting for it to be read."""
-
-    @abstractmethod
-    def receive(self) -> list[tuple[int, bytes]]:
-        """Arrived messages as (sender, payload), in each sender's order; never blocks."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the mailbox's resources; collective if the library below demands it."""
-
-
 class HostBackend(Backend):
     """A backend for host memory; adds what named operations and the runtime need."""
 
@@ -209,12 +185,17 @@ class HostBackend(Backend):
         """A backend over the same ranks with separate collectives. Collective and blocking."""
 
     @abstractmethod
-    def send_notice(self, payload: bytes) -> None:
-        """Send a short message to every other rank without waiting for a reader; not collective."""
+    def send_notice(self, rank: int, payload: bytes) -> None:
+        """Send a message to another rank without waiting for a reader; not collective."""
 
     @abstractmethod
     def poll_notices(self) -> list[tuple[int, bytes]]:
-        """Notices that have arrived, as (sender, payload); never blocks."""
+        """Notices that have arrived, as (sender, payload), in each sender's order; never blocks."""
+
+    @property
+    def sends_notices(self) -> bool:
+        """Whether a notice is still being sent; :meth:`poll_notices` makes progress on it."""
+        return False
 
     def release(self) -> None:
         """Release memory shared with other ranks, here and on duplicates. The last call; not
@@ -235,19 +216,6 @@ class HostBackend(Backend):
         """A backend over the ascending ``ranks``, with rank ``ranks[i]`` as rank i; None on the
         other ranks. Collective over all ranks, and blocking."""
         raise NotImplementedError
-
-    def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        """Send bytes to one rank, which must :meth:`receive` as many; not collective. Messages with
-        one tag (0 to 16383) arrive in the order of sending."""
-        raise NotImplementedError
-
-    def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        """Receive the bytes that a rank sends with this tag; counterpart of :meth:`send`."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def mailbox(self) -> Mailbox:
-        """Messages between this backend's ranks. Collective and blocking."""
 
 
 class Finished(Work[T]):

@@ -7,7 +7,6 @@ latency that the next one hides, and on some links a burst that the next one pay
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import deque
@@ -21,6 +20,7 @@ import numpy as np
 from wfbp.comm.arrays import Buffer, split
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.waiting import Check, Waiter, wait
+from wfbp.core.encoding import decode, encode
 from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.types import Op, Operation
 
@@ -83,9 +83,9 @@ def measure_cost(
         """Seconds per message of each stream, and those spent so far, on the slowest rank."""
         parts = _uncached_parts(data, size // 4)
         times = _repeat(backend, start, parts, length, count, await_work)
-        mine = json.dumps([*times, time.perf_counter() - begin_s]).encode()
+        mine = encode([*times, time.perf_counter() - begin_s])
         payloads = await_work(backend.all_gather_bytes(mine))
-        *slowest, spent_s = map(max, zip(*map(json.loads, payloads), strict=True))
+        *slowest, spent_s = map(max, zip(*map(decode, payloads), strict=True))
         return slowest, spent_s
 
     # The first messages pay for set-up and cold caches, later ones do not.
@@ -145,9 +145,9 @@ def measure_kappa(
         begun_s = time.thread_time()
         _stream(start, islice(parts, BUSY_STREAM), await_work)
         shares.append((time.thread_time() - begun_s) / (BUSY_STREAM * expected_s))
-    mine = json.dumps(part_of_cores * min(1.0, statistics.median(shares))).encode()
+    mine = encode(part_of_cores * min(1.0, statistics.median(shares)))
     payloads: list[bytes] = wait(backend.all_gather_bytes(mine), waiter, check=check)
-    share: float = max(map(json.loads, payloads))
+    share: float = max(map(decode, payloads))
     return min(share / max(1.0 - share, 1e-9), MAX_KAPPA)
 
 

@@ -19,6 +19,7 @@ class Owner(Protocol):
     config: Config
     where: str
     thread: Any
+    members: Any
     attached: list[DeviceLinks]
 
     def check(self) -> None:

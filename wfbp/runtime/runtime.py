@@ -31,8 +31,6 @@ log = logging.getLogger("wfbp")
 
 _WARNING = "warning"
 """Kind of the notices that bring warnings to rank 0."""
-_UNFINISHED = "unfinished"
-"""Kind of the notices that name lanes on which a leaving rank has steps under way."""
 
 FORWARDING_S = 0.2
 """Time for the launcher to forward output: at an abort it may drop the rest."""
@@ -77,8 +75,6 @@ class Runtime:
         self._leased: list[tuple[HostBackend, HostBackend]] = []
         self._idle: set[int] = set()
         self._lanes: dict[int, LaneProtocol] = {}  # those in use, by the number of their backends
-        # Those that cannot be freed at the end: numbers of their process sets and backends.
-        self._unfinished: set[tuple[int, int]] = set()
         # Reducers, which release their buffers at shutdown().
         self.users: WeakSet[Any] = WeakSet() if within is None else within.users
         self.optimizer_numbers = count()
@@ -95,10 +91,7 @@ class Runtime:
             self._fetches = Fetches(backend, self._loop, self.where)
             # All ranks get another rank's warning; one of them logs it.
             self._loop.handle_notices(
-                _WARNING, lambda _, n: self._warn(n["topic"], n["text"], logs=self.rank == 0)
-            )
-            self._loop.handle_notices(
-                _UNFINISHED, lambda _, n: self._unfinished.update(map(tuple, n["lanes"]))
+                _WARNING, lambda _, n, __: self._warn(n["topic"], n["text"], logs=self.rank == 0)
             )
         else:
             self.where += f" of process set {list(members.ranks or ())}"
@@ -134,7 +127,9 @@ class Runtime:
         elif self.rank == 0 or self._closed or self.thread.error or 0 in self._loop.ended:
             self._warn(topic, text, logs=True)
         elif self._warn(topic, text, logs=False):
-            self._tell({"kind": _WARNING, "topic": topic, "text": text})
+            self.thread.post(
+                lambda: self._loop.send_notice(_WARNING, {"topic": topic, "text": text})
+            )
 
     def _warn(self, topic: str, text: str, logs: bool) -> bool:
         """Note, and perhaps log, a warning; whether it is new on this rank. Any thread."""
@@ -283,7 +278,8 @@ class Runtime:
     def fail_job(self, reason: str) -> None:
         """Send the others the reason of this rank's failure, let them report it, and abort."""
         secondary = isinstance(self.thread.error, PeerError)
-        self._tell({"kind": "failed", "reason": reason, "secondary": secondary})
+        notice = {"reason": reason, "secondary": secondary}
+        self.thread.post(lambda: self._loop.send_notice("failed", notice))
         patience_s = self.config.abort_grace_s * (2 if secondary else 1)
         self._wait_until(lambda: len(self._loop.ended) >= self.size - 1, patience_s)
         time.sleep(FORWARDING_S)
@@ -291,9 +287,6 @@ class Runtime:
         self.thread.post(lambda: self.backend.abort(status))
         time.sleep(1.0)
         self.backend.abort(status)  # the communication thread is stuck; nothing is left to protect
-
-    def _tell(self, notice: dict[str, Any]) -> None:
-        self.thread.post(lambda: self._loop.send_notice(notice))
 
     def _wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -311,10 +304,10 @@ class Runtime:
             if number not in runtime._idle
             and (number not in runtime._lanes or runtime._lanes[number].busy)
         ]
-        self._unfinished.update(lanes)
-        self._loop.send_notice({"kind": _UNFINISHED, "lanes": lanes})
+        self._loop.unfinished.update(lanes)
         status = asdict(self._loop.status())
-        self._loop.send_notice({"kind": "bye", "exit_status": exit_status, "status": status})
+        notice = {"exit_status": exit_status, "status": status, "unfinished": lanes}
+        self._loop.send_notice("bye", notice)
 
     def _give_back(self) -> None:
         self._loop.closing = True
@@ -323,7 +316,7 @@ class Runtime:
                 attachment.close()
             # To free a communicator is a collective: all ranks leave out the same ones.
             for number, backends in enumerate(runtime._leased):
-                if (runtime.members.number, number) not in self._unfinished:
+                if (runtime.members.number, number) not in self._loop.unfinished:
                     for backend in backends:
                         backend.close()
         for inner in self._inner:

@@ -20,7 +20,7 @@ from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.progress.channel import ControlChannel
-from wfbp.runtime.progress.fetching import Content, Fetched
+from wfbp.runtime.progress.fetching import Fetched
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView
 from wfbp.torch import tensors
@@ -29,7 +29,7 @@ State = dict[Any, dict[Any, Any]]
 
 _LABEL = "gathering optimizer state"
 _FETCH_LABEL = "optimizer.state_dict(): fetching the other ranks' shards of the state"
-_FETCH_BYTES = 256 << 20
+_FETCH_BYTES = 128 << 20
 
 _MARK = torch.empty(0)
 """A key of the state where other ranks alone have state of shards."""
@@ -246,8 +246,8 @@ class StateSharding:
         whole: dict[int, dict[Any, Any]] = {}
         # The first rank has a part of every parameter that has elements at all.
         for rank in sorted(fetched):
-            head: Any = fetched[rank][0]
-            parts = iter(fetched[rank][1])
+            head, parts = pickle.loads(fetched[rank])
+            arriving = iter(parts)
             for index in indices:
                 if not self._counts[index][rank]:
                     continue
@@ -258,8 +258,7 @@ class StateSharding:
                     whole[index] = {
                         key: torch.empty_like(param, dtype=value, requires_grad=False)
                         if key in kinds
-                        # (Of this rank it is the state itself, which others may still fetch.)
-                        else copy.deepcopy(value)
+                        else value
                         for key, value in outline.items()
                     }
                 if kinds != outlines[index]:
@@ -271,7 +270,7 @@ class StateSharding:
                     )
                 start = sum(self._counts[index][:rank])
                 for key, dtype in kinds.items():
-                    part = tensors.shared(next(parts)).view(dtype)
+                    part = tensors.shared(next(arriving)).view(dtype)
                     tensors.flat(whole[index][key])[start : start + len(part)].copy_(part)
         return whole
 
@@ -292,9 +291,9 @@ class StateSharding:
     def _join(self, indices: Sequence[int]) -> None:
         """Have the whole state of sharded parameters; collective."""
         for batch in self._batches(indices):
-            mine = pickle.dumps(_collect(batch, self.shards, self._optimizer.state))
+            mine = _collect(batch, self.shards, self._optimizer.state)
             payloads = self._channel.exchange(mine, _LABEL)
-            whole = self._put_together(batch, dict(enumerate(map(pickle.loads, payloads))))
+            whole = self._put_together(batch, dict(enumerate(payloads)))
             for index in batch:
                 self._optimizer.state.pop(self.shards.pop(index), None)
                 if entry := whole.get(index):
@@ -305,8 +304,9 @@ def _collect(
     indices: Sequence[int],
     shards: dict[int, torch.Tensor],
     state: State,
-) -> Content:
-    """Outlines and bytes of shards' state; ``DisagreementError`` if one is not sharded here."""
+) -> bytes:
+    """Outlines and bytes of shards' state, pickled, because a value may be any object of the
+    optimizer's; ``DisagreementError`` if one is not sharded here."""
     outlines: dict[int, dict[Any, Any]] = {}
     parts: list[Any] = []
     for index in indices:
@@ -322,8 +322,8 @@ def _collect(
                 if value.is_cuda:
                     torch.cuda.synchronize(value.device)  # its update runs on another stream
                 outline[key] = value.dtype
-                parts.append(tensors.raw(tensors.on_host(value).clone()))
-    return outlines, parts
+                parts.append(tensors.raw(tensors.on_host(value)))
+    return pickle.dumps((outlines, parts), pickle.HIGHEST_PROTOCOL)
 
 
 def _shown(kinds: dict[Any, torch.dtype]) -> str:

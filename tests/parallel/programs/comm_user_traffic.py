@@ -26,7 +26,8 @@ def communicate() -> None:
         data = np.full(100_000, backend.rank + turn, np.float32)
         wait(backend.all_reduce(data, "float32", Op.SUM), timeout_s=60)
         sums.append(float(data[0]))
-        backend.send_notice(b"%d" % turn)
+        for rank in set(range(backend.size)) - {backend.rank}:
+            backend.send_notice(rank, b"%d" % turn)
         backend.poll_notices()
 
 

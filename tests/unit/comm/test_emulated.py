@@ -14,6 +14,8 @@ from wfbp.comm.waiting import wait
 from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import PeerError
+from wfbp.runtime.named import named_lane
+from wfbp.runtime.named.coordinator import Coordinator
 
 
 class Clock:
@@ -98,8 +100,9 @@ def test_gathers_its_own_parts() -> None:
 
 
 @pytest.mark.parametrize("numel", [1, 1000])
-def test_named_operations(numel: int) -> None:
-    """The ranks that are played submit what this one does: small data and large."""
+def test_named_operations(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided without the ranks that are played: small data and large."""
+    monkeypatch.setattr(named_lane, "Coordinator", lambda size: Coordinator(1))
     wfbp.init(backend=EmulatedLink(lambda _: 0.0, size=3), config=Config(timeout_s=60.0))
     try:
         total = wfbp.allreduce(np.full(numel, 2.0), op=wfbp.Sum)

@@ -33,8 +33,17 @@ class Works(DeviceBackend):
 class Rank:
     """Lanes of one rank, and what they have launched."""
 
-    def __init__(self, rank: int, advance_others: Callable[[], None] = lambda: None) -> None:
-        self.order = LaunchOrder(rank, 2, lambda: advance_others())
+    def __init__(
+        self,
+        rank: int,
+        others: list[Rank],  # which hear of rank 0's turns
+        advance_others: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.order = LaunchOrder(
+            rank,
+            lambda turns: [other.order.hear(turns) for other in others if other is not self],
+            lambda: advance_others(),
+        )
         self.launched: list[str] = []
         self._lanes: dict[str, Works] = {}
 
@@ -57,7 +66,8 @@ def done(work: DeviceWork) -> bool:
 
 def pair(*names: str) -> list[Rank]:
     """Two ranks with lanes of these names."""
-    ranks = [Rank(0), Rank(1)]
+    ranks: list[Rank] = []
+    ranks += [Rank(0, ranks), Rank(1, ranks)]
     admit_on_both(ranks, *names)
     return ranks
 
@@ -99,7 +109,13 @@ def test_what_has_its_turn_is_waited_for() -> None:
 
 def test_who_waits_within_a_call_lets_other_lanes_come_to_their_turn() -> None:
     late: list[DeviceWork] = []
-    ranks = [Rank(0), Rank(1, lambda: late.append(ranks[1].launch("b")) if not late else None)]
+    ranks: list[Rank] = []
+
+    def advance_others() -> None:
+        if not late:
+            late.append(ranks[1].launch("b"))
+
+    ranks += [Rank(0, ranks), Rank(1, ranks, advance_others)]
     admit_on_both(ranks, "a", "b")
     for name in "ba":
         ranks[0].launch(name)

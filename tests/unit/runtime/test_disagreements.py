@@ -124,12 +124,11 @@ def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
 
 
 def test_ranks_that_do_not_answer_are_named() -> None:
-    asker = StallWatch(0, 4, PROMPT, "rank 0 of 4", lambda notice: None)
+    asker = StallWatch(0, 4, PROMPT, "rank 0 of 4", lambda *notice: None)
     assert not asker.answers
     assert asker.check([(0.0, "barrier", ALL_RANKS)], 1.0, 1.0) is None
     assert asker.answers.startswith("No answer came from ranks 1, 2, 3: stopped, killed")
-    answer = {"kind": "here", "to": 0, "number": 1, "status": asdict(HERE)}
-    asker.handle_notice(2, answer, HERE)
+    asker.handle_notice("here", 2, {"number": 1, "status": asdict(HERE)}, HERE)
     assert asker.answers.startswith(
         "When asked, other ranks were here: rank 2: idle. No answer came from ranks 1, 3: "
     )
@@ -143,17 +142,17 @@ def test_ranks_are_in_a_deadlock_if_nothing_changed_between_two_answers() -> Non
 
     def judge(own: RankStatus, first: RankStatus, second: RankStatus) -> Any:
         sent: list[Any] = []
-        watch = StallWatch(0, 2, Config(timeout_s=1e4), "rank 0 of 2", sent.append)
+        watch = StallWatch(0, 2, Config(timeout_s=1e4), "rank 0 of 2", lambda *n: sent.append(n))
         error = None
         for now in range(100):
             assert watch.check([(0.0, own.place, ALL_RANKS)], now, 0.1) is None
-            if sent and sent[-1]["kind"] == "where":
-                number = sent[-1]["number"]
+            if sent and sent[-1][0] == "where":
+                number = sent[-1][1]
                 status = json.loads(json.dumps(asdict(first if number == 1 else second)))
-                answer = {"kind": "here", "to": 0, "number": number, "status": status}
-                sent.append({"kind": "answered"})
-                error = error or watch.handle_notice(1, answer, own)
-        assert (sent[-1]["kind"] == "deadlock") is (error is not None)
+                answer = {"number": number, "status": status}
+                sent.append(("answered",))
+                error = error or watch.handle_notice("here", 1, answer, own)
+        assert (sent[-1][0] == "deadlock") is (error is not None)
         return error
 
     assert "rank 0: SGD; rank 1: in barrier. Every" in str(judge(here, there, there))

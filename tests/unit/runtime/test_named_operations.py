@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.local import LocalWorld
 from tests.support.ranks import QUICK, all_well, run_ranks
-from wfbp.comm.backend import Mailbox
+from wfbp.comm.backend import HostBackend
 from wfbp.errors import DisagreementError
 from wfbp.runtime.named.arithmetic import scale
 from wfbp.runtime.named.coordinator import Coordinator, Kind, Request
@@ -55,14 +55,17 @@ def test_everything_becomes_ready_once_whatever_the_order(
 
 
 def test_a_lane_that_is_closed_is_not_served() -> None:
-    """Its communicators are gone, and the thread may have more to do in this turn."""
+    """Its communicator is free, and the thread may have more to do in this turn."""
     served: list[object] = []
     loop = SimpleNamespace(
-        add_lane=lambda lane, members: served.append(lane), remove_lane=served.remove, numbers={}
+        add_lane=lambda lane, members: served.append(lane),
+        remove_lane=served.remove,
+        handle_notices=lambda kind, handler: None,
+        numbers={},
     )
     backend = LocalWorld(1).backend(0)
     runtime: Any = SimpleNamespace(thread=SimpleNamespace(loop=loop), members=ALL_RANKS)
-    lane = NamedLane(runtime, backend, backend.mailbox())
+    lane = NamedLane(runtime, backend)
     lane.submit(
         NamedOperation(Request(Kind.BARRIER, "a"), 0, np.zeros(0, np.uint8), lambda _: None)
     )
@@ -187,7 +190,7 @@ def test_an_answer_on_its_way_is_moved_on_when_the_operation_is_over(
     """A rank that computes must still send the data that other ranks wait for."""
     is_sending = threading.Event()
     is_sending.set()
-    monkeypatch.setattr(Mailbox, "sending", property(lambda _: is_sending.is_set()))
+    monkeypatch.setattr(HostBackend, "sends_notices", property(lambda _: is_sending.is_set()))
 
     def body(runtime: Runtime) -> None:
         operations = Collectives(runtime)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,10 @@ class Motion:
 
     def __call__(self) -> int:
         return self.value
+
+
+def unheard(*notice: object) -> None:
+    """Another rank does not answer."""
 
 
 class Looks:
@@ -38,8 +41,7 @@ class Looks:
 def test_who_left_is_no_trouble_while_something_moves(moving_s: float) -> None:
     """It may have done its part of a long collective; the grace begins when motion ends."""
     motion = Motion()
-    sent: list[Any] = []
-    watch = StallWatch(2, 3, Config(), "rank 2 of 3", sent.append, motion)
+    watch = StallWatch(2, 3, Config(), "rank 2 of 3", unheard, motion)
     looks = Looks(watch)
     watch.note_left(0, "has left")
     start = time.monotonic()
@@ -59,8 +61,7 @@ def test_who_left_is_no_trouble_while_something_moves(moving_s: float) -> None:
 
 def test_motion_between_waits_counts_for_none() -> None:
     motion = Motion()
-    sent: list[Any] = []
-    watch = StallWatch(2, 3, Config(), "rank 2 of 3", sent.append, motion)
+    watch = StallWatch(2, 3, Config(), "rank 2 of 3", unheard, motion)
     looks = Looks(watch)
     watch.note_left(0, "has left")
     now = time.monotonic()
@@ -73,8 +74,7 @@ def test_motion_between_waits_counts_for_none() -> None:
 
 def test_a_time_in_which_this_process_stood_still_is_none_of_waiting() -> None:
     """As where a job is suspended: its ranks go on one after another."""
-    sent: list[Any] = []
-    watch = StallWatch(0, 2, Config(timeout_s=60.0), "rank 0 of 2", sent.append, Motion())
+    watch = StallWatch(0, 2, Config(timeout_s=60.0), "rank 0 of 2", unheard, Motion())
     looks = Looks(watch)
     waits = [(1000.0, "barrier", ALL_RANKS)]
     for now in (1000.1, 1000.2, 2000.0, *range(2001, 2055)):
@@ -90,9 +90,8 @@ def test_a_time_in_which_this_process_stood_still_is_none_of_waiting() -> None:
 
 def test_motion_does_not_lift_the_time_limit() -> None:
     motion = Motion()
-    sent: list[Any] = []
     config = Config(timeout_s=5.0, stall_warning_s=60.0)
-    watch = StallWatch(0, 2, config, "rank 0 of 2", sent.append, motion)
+    watch = StallWatch(0, 2, config, "rank 0 of 2", unheard, motion)
     looks = Looks(watch)
     motion.value += 1
     assert isinstance(looks.check([(0.0, "barrier", ALL_RANKS)], 5.5), StallError)
@@ -100,8 +99,7 @@ def test_motion_does_not_lift_the_time_limit() -> None:
 
 def test_a_process_that_always_looks_seldom_gives_up_all_the_same() -> None:
     """It was not suspended; something else, such as a long call of a library, keeps it busy."""
-    sent: list[Any] = []
-    watch = StallWatch(0, 2, Config(timeout_s=60.0), "rank 0 of 2", sent.append, Motion())
+    watch = StallWatch(0, 2, Config(timeout_s=60.0), "rank 0 of 2", unheard, Motion())
     looks = Looks(watch)
     waits = [(1000.0, "barrier", ALL_RANKS)]
     errors = [looks.check(waits, now) for now in range(1000, 1100, 6)]

@@ -9,16 +9,14 @@ lane before it, which may still wait for its gradients. A single lane needs no o
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from wfbp.comm.backend import HostBackend, Mailbox
+from wfbp.comm.backend import HostBackend
 from wfbp.comm.device.device import Event
 from wfbp.comm.waiting import Check, wait
+from wfbp.core.encoding import decode, encode
 
 
 @dataclass(slots=True)
@@ -36,13 +34,17 @@ class _Lane:
 
 class LaunchOrder:
     """The order of one runtime's lanes on one device. Used under the progress lock.
-    ``advance_others`` advances all lanes while a call waits for one collective."""
 
-    def __init__(self, rank: int, size: int, advance_others: Callable[[], None]) -> None:
-        self._rank, self._size = rank, size
+    ``tell`` sends rank 0's turns to the other ranks' :meth:`hear`. ``advance_others`` advances all
+    lanes while a call waits for one collective.
+    """
+
+    def __init__(
+        self, rank: int, tell: Callable[[list[int]], object], advance_others: Callable[[], None]
+    ) -> None:
+        self._rank, self._tell = rank, tell
         self.advance_others = advance_others
         self._lanes: list[_Lane] = []
-        self._mailbox: Mailbox | None = None
         self.last: tuple[int, Event] | None = None
         """The lane of the latest launched collective, and an event at its end."""
         self._turns: deque[int] = deque()
@@ -55,10 +57,9 @@ class LaunchOrder:
         # A rank may be in the middle of a step: what any rank has launched of the first lane is
         # launched on all ranks before the order begins.
         if len(self._lanes) == 1:
-            mine = json.dumps(self._lanes[0].num_launched).encode()
+            mine = encode(self._lanes[0].num_launched)
             counts = wait(host.all_gather_bytes(mine), timeout_s=timeout_s, check=check)
-            self._lanes[0].num_free = max(map(json.loads, counts))
-            self._mailbox = host.mailbox()
+            self._lanes[0].num_free = max(map(decode, counts))
         self._lanes.append(_Lane())
         return len(self._lanes) - 1
 
@@ -67,19 +68,19 @@ class LaunchOrder:
         lane = self._lanes[number]
         lane.waiting.append(start)
         # One lane's collectives are launched in the same order on all ranks anyway.
-        if self._mailbox is None:
+        if len(self._lanes) == 1:
             lane.launch_next()
             return
         if self._rank == 0:
             self._turns.append(number)
         self.progress()
 
+    def hear(self, turns: list[int]) -> None:
+        """Learn the next turns from rank 0."""
+        self._turns.extend(turns)
+
     def progress(self) -> None:
         """Launch the collectives whose turn it is."""
-        assert self._mailbox is not None
-        if self._rank:
-            for _, payload in self._mailbox.receive():
-                self._turns.extend(np.frombuffer(payload, np.uint32).tolist())
         # First those that other ranks had launched when the order began.
         first = self._lanes[0]
         while first.num_launched < first.num_free:
@@ -95,13 +96,6 @@ class LaunchOrder:
             left[self._turns[0]] -= 1
             due.append(self._turns.popleft())
         if self._rank == 0 and due:  # before launching, which may wait for other ranks
-            payload = np.asarray(due, np.uint32).tobytes()
-            for peer in range(1, self._size):
-                self._mailbox.send(peer, payload)
+            self._tell(due)
         for number in due:
             self._lanes[number].launch_next()
-
-    def close(self) -> None:
-        """Close the mailbox. Collective; no collective may wait for its turn."""
-        if self._mailbox is not None:
-            self._mailbox.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Collection
@@ -18,6 +17,7 @@ from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.locations import Call, Owner
 from wfbp.comm.waiting import Check, wait
+from wfbp.core.encoding import decode, encode
 from wfbp.errors import BackendError, StallError
 
 CONNECTING = "connecting devices"
@@ -47,21 +47,26 @@ class DeviceLinks:
         check = partial(owner.check_measurement, CONNECTING)
         backend = connect(device, host, timeout_s, check)
         if isinstance(backend, NcclBackend):
-            order = self._orders.setdefault(
-                id(device), LaunchOrder(host.rank, host.size, owner.thread.loop.advance_lanes)
-            )
+            order = self._orders.get(id(device)) or self._make_order(id(device), host.rank)
             backend.lane = order.admit(host, timeout_s, check)
             backend.order = order
         self.backends[number, id(device)] = backend
         return backend
+
+    def _make_order(self, device: int, rank: int) -> LaunchOrder:
+        members, loop = self._owner.members, self._owner.thread.loop
+        kind = f"launches {members.number}.{len(self._orders)}"  # the same on every rank
+        order = self._orders[device] = LaunchOrder(
+            rank, lambda turns: loop.send_notice(kind, turns, members.ranks), loop.advance_lanes
+        )
+        loop.handle_notices(kind, lambda _, turns, __: order.hear(turns))
+        return order
 
     def close(self, lanes: Collection[int] | None = None) -> None:
         """Close what belongs to these lanes, or everything; collective."""
         for (number, _), backend in self.backends.items():
             if lanes is None or number in lanes:
                 backend.close()
-        for order in self._orders.values():
-            order.close()
 
     def give_up(self) -> None:
         """Stop waiting for other ranks."""
@@ -121,10 +126,8 @@ def _connect_by_nccl(
         "shares": library is not None and _lets_ranks_share(library),
         "problem": problem,
     }
-    payloads = wait(
-        host.all_gather_bytes(json.dumps(mine).encode()), timeout_s=timeout_s, check=check
-    )
-    if reason := why_no_nccl([json.loads(payload) for payload in payloads]):
+    payloads = wait(host.all_gather_bytes(encode(mine)), timeout_s=timeout_s, check=check)
+    if reason := why_no_nccl(list(map(decode, payloads))):
         return None, reason
     backend, mine = None, ("", "")
     try:
@@ -133,8 +136,8 @@ def _connect_by_nccl(
         mine = "failed", str(error)
     except StallError as error:  # because another rank failed
         mine = "stalled", str(error)
-    payloads = wait(host.all_gather_bytes(json.dumps(mine).encode()), check=check)
-    _, problem = min((each for each in map(json.loads, payloads) if each[0]), default=("", ""))
+    payloads = wait(host.all_gather_bytes(encode(mine)), check=check)
+    _, problem = min((each for each in map(decode, payloads) if each[0]), default=("", ""))
     if backend is not None and problem:
         backend.give_up()
         backend = None

@@ -25,7 +25,7 @@ from wfbp.comm.arrays import (
     split,
     typed,
 )
-from wfbp.comm.backend import Finished, HostBackend, Mailbox, Work
+from wfbp.comm.backend import Finished, HostBackend, Work
 from wfbp.comm.mpi.exchange import Exchange, begin_messages
 from wfbp.comm.mpi.library import BytesTask, load_transfers
 from wfbp.comm.mpi.point_to_point import PointToPoint, translating
@@ -255,22 +255,15 @@ class MpiBackend(HostBackend):
             chunk_bytes = made._topology.chunking.chunk_bytes
             return Exchange(made, made._channel, memory, places, chunk_bytes, ranks)
 
-    def mailbox(self) -> Mailbox:
-        with translating(self._mpi, self._who, "no mailbox could be made"):
-            return PointToPoint(self._mpi, self._own(self._comm))
-
-    def send_notice(self, payload: bytes) -> None:
-        for peer in self._channel.peers:
-            self._notices.send(peer, payload)
+    def send_notice(self, rank: int, payload: bytes) -> None:
+        self._notices.send(rank, payload)
 
     def poll_notices(self) -> list[tuple[int, bytes]]:
         return self._notices.receive()
 
-    def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        return self._notices.start(buffer, peer, tag, receives=False)
-
-    def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        return self._notices.start(buffer, peer, tag, receives=True)
+    @property
+    def sends_notices(self) -> bool:
+        return self._notices.sending
 
     def give_up(self) -> None:
         self._group.give_up()

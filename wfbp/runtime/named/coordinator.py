@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wfbp.core.ranks import Sections, differences, name_ranks
 from wfbp.core.types import Op
@@ -31,7 +31,7 @@ class Kind(str, enum.Enum):
 
 
 class Request(NamedTuple):
-    """One operation as one rank submits it. A tuple, because pickle is fastest for these."""
+    """One operation as one rank submits it. A tuple, because these are encoded fast."""
 
     kind: Kind
     name: str  # unique among those that are pending
@@ -44,6 +44,13 @@ class Request(NamedTuple):
     splits: tuple[int, ...] = ()  # rows for each rank; of a reduce-scatter only if unequal
     differentiable: bool = False  # whether this rank wants to differentiate the result
     called: str = ""  # what the program calls it, if not by kind and name; compared too
+
+    @classmethod
+    def read(cls, told: list[Any]) -> Request:
+        """A request that has travelled as JSON."""
+        kind, name, dtype, shape, op, root, pre, post, splits, *rest = told
+        shape, splits = tuple(shape), tuple(splits)
+        return cls(Kind(kind), name, dtype, shape, op, root, pre, post, splits, *rest)
 
     @property
     def label(self) -> str:
@@ -61,6 +68,12 @@ class Response(NamedTuple):
     extents: tuple[tuple[int, ...], ...] = ()
     """Each rank's rows (all-gather) or splits (all-to-all); the last rank (join)."""
     differentiable: bool = False  # whether any rank wants to differentiate the result
+
+    @classmethod
+    def read(cls, told: list[Any]) -> Response:
+        """A response that has travelled as JSON."""
+        request, error, extents, differentiable = told
+        return cls(Request.read(request), error, tuple(map(tuple, extents)), differentiable)
 
 
 class Coordinator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, word_dtype
-from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox, Work
+from wfbp.comm.backend import Backend, Finished, HostBackend, Work
 from wfbp.core.types import real_dtype
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.named.arithmetic import ITEM, equal_rows, reducible, scale
@@ -70,19 +69,21 @@ class NamedLane(LaneProtocol):
     All methods run under the progress lock, except :meth:`note_progress`.
     """
 
-    def __init__(self, runtime: Runtime, backend: HostBackend, mailbox: Mailbox) -> None:
+    def __init__(self, runtime: Runtime, backend: HostBackend) -> None:
         self.backend: Backend = backend
         self._data = backend
         self.runtime = runtime  # of the set
         self._loop = runtime.thread.loop
-        self._mailbox = mailbox
+        self._ranks = runtime.members.ranks or range(backend.size)
         self._coordinator = Coordinator(backend.size) if backend.rank == 0 else None
         self._pending: dict[str, NamedOperation[Any]] = {}
         self._outbox: list[Request] = []
+        self._inbox: list[tuple[int, list[Any]]] = []
         self._running: deque[tuple[Work[None], Callable[[], None]]] = deque()
         self._moved_s = 0.0
         self._name = f"names {runtime.members.number}"
         self._loop.numbers[self._name] = 0  # of operations that were decided
+        self._loop.handle_notices(self._name, lambda *notice: self._inbox.append(notice[:2]))
 
     def submit(self, operation: NamedOperation[Any]) -> None:
         """Begin an operation; its name is not pending."""
@@ -111,10 +112,9 @@ class NamedLane(LaneProtocol):
         self._moved_s = time.monotonic()
 
     def close(self) -> None:
-        """Free the communicators; collective over the set, and no operation may be pending."""
+        """Free the communicator; collective over the set, and no operation may be pending."""
         # Since its last operation there may have been no turn that found nothing to do.
         self._loop.remove_lane(self)
-        self._mailbox.close()
         self.backend.close()
 
     @property
@@ -124,7 +124,7 @@ class NamedLane(LaneProtocol):
     @property
     def owes_work(self) -> bool:
         # Includes responses not sent yet: other ranks wait for them while this one computes.
-        return bool(self._running or self._outbox) or self._mailbox.sending
+        return bool(self._running or self._outbox) or self._loop.sends_notices
 
     polls = True
 
@@ -169,29 +169,26 @@ class NamedLane(LaneProtocol):
     def _negotiate(self) -> bool:
         """Send what was submitted, read what has arrived, start what is ready."""
         outbox, self._outbox = self._outbox, []
-        if outbox:
-            if self._coordinator is None or self._mailbox.echoes:
-                self._mailbox.send(0, pickle.dumps(outbox))
-        elif not (self._pending or self._mailbox.sending):
-            return False
-        arrived = [(rank, pickle.loads(payload)) for rank, payload in self._mailbox.receive()]
+        inbox, self._inbox = self._inbox, []
         if self._coordinator is None:
-            decided = [responses for _, responses in arrived]
+            if outbox:
+                self._loop.send_notice(self._name, outbox, self._ranks[:1])
+            decided = [[Response.read(told) for told in notice] for _, notice in inbox]
         else:
-            for rank, requests in [*arrived, (0, outbox)]:
-                for request in requests:
-                    self._coordinator.add(rank, request)
+            for sender, notice in inbox:
+                for told in notice:
+                    self._coordinator.add(self._ranks.index(sender), Request.read(told))
+            for request in outbox:
+                self._coordinator.add(0, request)
             decided = [self._coordinator.take()]
-            if decided[0] and self.backend.size > 1:
-                payload = pickle.dumps(decided[0])
-                for rank in range(1, self.backend.size):
-                    self._mailbox.send(rank, payload)
+            if decided[0]:
+                self._loop.send_notice(self._name, decided[0], self._ranks)
         for responses in decided:
             self._loop.numbers[self._name] += len(responses)
             # Fused only within one message, because ranks read messages at different times.
             for together in _fusible(responses):
                 self._start(together)
-        return bool(outbox or arrived)
+        return bool(outbox or inbox)
 
     # Data.
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from wfbp.comm.backend import HostBackend, Mailbox
+from wfbp.comm.backend import HostBackend
 from wfbp.errors import WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.named.coordinator import Kind, Request
@@ -104,14 +104,8 @@ class Collectives:
         label = "making a process set"
         # To make a communicator blocks this rank until all ranks make it: one at a time.
         with runtime.in_turn(runtime.channel, label):
-            made = runtime.channel.run(lambda backend: _connect(backend, ranks), label)
+            runtime.channel.run(lambda backend: self._connect(backend, number, ranks), label)
         self.sets[number] = ranks
-        if made is not None:
-            data, mailbox, own = made
-            if own is not None:
-                members = Members(number, ranks)
-                runtime = Runtime(own, runtime.config, within=runtime, members=members)
-            self.lanes[number] = NamedLane(runtime, data, mailbox)
         return number
 
     # Operations.
@@ -232,19 +226,18 @@ class Collectives:
 
     # On the communication thread.
 
+    def _connect(self, backend: HostBackend, number: int, ranks: tuple[int, ...]) -> None:
+        """Make the lane of a set, if this rank is in it, and its runtime."""
+        whole, runtime = len(ranks) == backend.size, self._runtime
+        data = backend.duplicate() if whole else backend.subset(ranks)
+        if data is None:
+            return
+        if not whole:
+            own, members = data.duplicate(), Members(number, ranks)
+            runtime = Runtime(own, runtime.config, within=runtime, members=members)
+        self.lanes[number] = NamedLane(runtime, data)
+
     def _close(self) -> None:
         """Free all communicators; collective, and nothing may be under way."""
         for lane in self.lanes.values():
             lane.close()
-
-
-def _connect(
-    backend: HostBackend, ranks: tuple[int, ...]
-) -> tuple[HostBackend, Mailbox, HostBackend | None] | None:
-    """Communicators of a set: data, messages, own runtime; None on other ranks."""
-    whole = len(ranks) == backend.size
-    data = backend.duplicate() if whole else backend.subset(ranks)
-    if data is None:
-        return None
-    own = None if whole else data.duplicate()
-    return data, data.mailbox(), own

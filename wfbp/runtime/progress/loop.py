@@ -1,19 +1,18 @@
 """The progress loop: the state of communication, driven by one thread at a time.
 
 It drives *pending collectives*, which a training thread awaits, and *lanes*, which send groups or
-named operations while training computes. Ranks also exchange short *notices* of failures, exits,
-places and fetches, and poll for them some times a second.
+named operations while training computes. All else that ranks tell each other, such as failures,
+exits, places and fetches, are *notices*: a kind, a value and bytes, which they poll for.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
@@ -21,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from wfbp.comm.backend import Backend, HostBackend, Work
 from wfbp.comm.waiting import MAX_NAP_S, Waiter
 from wfbp.config import Config
+from wfbp.core.encoding import decode, encode
 from wfbp.errors import PeerError, WfbpError
 from wfbp.runtime.progress.stall import (
     ALL_RANKS,
@@ -50,7 +50,7 @@ _WRITERS = ("tensorboard",)
 """Packages whose threads only write files."""
 
 Message = Callable[[], None]
-NoticeHandler = Callable[[int, dict[str, Any]], object]
+NoticeHandler = Callable[[int, Any, bytes], object]
 
 
 def num_program_threads() -> int:
@@ -156,8 +156,8 @@ class LaneProtocol(Protocol):
 
     @property
     def polls(self) -> bool:
-        """Whether it looks for more than the backend's works, such as messages of other ranks or
-        events of a device: the loop then never sleeps in the backend."""
+        """Whether it looks for more than the backend's works, such as notices of other ranks or
+        events of a device: the loop then reads these always, and never sleeps in the backend."""
 
     def advance(self) -> bool:
         """Move on; True if something was started or completed."""
@@ -228,6 +228,9 @@ class ProgressLoop:
         self.error: WfbpError | None = None
         self.ended: set[int] = set()  # ranks that announced an exit or a failure
         self.exit_status = 0  # of a rank that has left by sys.exit()
+        # Lanes on which a rank that has left has a step under way, so that they cannot be freed:
+        # the numbers of their process sets and backends.
+        self.unfinished: set[tuple[int, int]] = set()
         # Called if another rank has failed and this rank's program has not noticed for a while.
         self.on_unnoticed: Callable[[], None] = lambda: None
         self._unnoticed_s: float | None = None  # when to call it; inf: it has been called
@@ -244,13 +247,15 @@ class ProgressLoop:
         self._backend = backend
         self._where = where
         self.waiter = Waiter.watching(backend)
+        size = backend.size
+        self._others = [(backend.rank + k) % size for k in range(1, size)]
         self.watch = StallWatch(
-            backend.rank, backend.size, config, where, self.send_notice, lambda: backend.activity
+            backend.rank, size, config, where, self.send_notice, lambda: backend.activity
         )
         self._young_s = min(_YOUNG_S, config.stall_warning_s, config.timeout_s)
         self._handlers: dict[str, NoticeHandler] = {}
         # Notices whose handlers this rank has yet to name, by kind.
-        self._early: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self._early: dict[str, list[tuple[int, Any, bytes]]] = {}
         self._queues: dict[object, deque[PendingCollective]] = {}  # those that are not empty
         self._lanes: list[LaneProtocol] = []
         self._members: dict[LaneProtocol, Members] = {}
@@ -388,20 +393,32 @@ class ProgressLoop:
         if not lane.busy:
             idle()
 
-    def send_notice(self, notice: dict[str, Any]) -> None:
-        """Tell all other ranks something; they read it within :data:`TICK_S`."""
-        if notice["kind"] in ("failed", "bye"):  # this rank's program ends, too
+    def send_notice(
+        self, kind: str, value: Any, to: Sequence[int] | None = None, data: bytes = b""
+    ) -> None:
+        """Tell all other ranks, or those of ``to``, something of JSON's types, and bytes. They read
+        it within :data:`TICK_S`, or at once if one of their lanes polls."""
+        if kind in ("failed", "bye"):  # this rank's program ends, too
             self._unnoticed_s = None
-        self._backend.send_notice(json.dumps(notice).encode())
+        payload = encode([kind, value]) + b"\n" + data
+        for rank in self._others:
+            if to is None or rank in to:
+                self._backend.send_notice(rank, payload)
+
+    @property
+    def sends_notices(self) -> bool:
+        """Whether a notice is still being sent; a lane must then be busy."""
+        return self._backend.sends_notices
 
     def handle_notices(self, kind: str, handler: NoticeHandler) -> None:
-        """Have notices of a kind given to this handler: the sender's rank, and the notice."""
+        """Have notices of a kind given to this handler: the sender's rank, the value, the bytes."""
         self._handlers[kind] = handler
-        for sender, notice in self._early.pop(kind, ()):
-            handler(sender, notice)
+        for notice in self._early.pop(kind, ()):
+            handler(*notice)
 
     def advance_lanes(self) -> None:
         """Move lanes on, for a collective that waits within :meth:`progress` for what they owe."""
+        self.read_notices()
         for lane in self._lanes:
             lane.advance()
 
@@ -427,6 +444,10 @@ class ProgressLoop:
 
     def _advance(self) -> bool:
         """Move everything on; True if anything was started or completed."""
+        for lane in self._lanes if self.error is None else ():
+            if lane.polls:
+                self.read_notices()
+                break
         if self.error is not None:
             return False
         progressed = False
@@ -526,10 +547,12 @@ class ProgressLoop:
             self.fail(error)
 
     def read_notices(self) -> None:
-        """Handle the notices that have arrived; done some times a second."""
+        """Handle the notices that have arrived; done some times a second, or more often."""
+        if self.closing:
+            return
         for sender, payload in self._backend.poll_notices():
-            notice = json.loads(payload)
-            kind = notice["kind"]
+            head, _, data = payload.partition(b"\n")
+            kind, notice = decode(head)
             if kind == "failed":
                 self.ended.add(sender)
                 if not notice["secondary"]:
@@ -540,16 +563,17 @@ class ProgressLoop:
             elif kind == "bye":
                 self.ended.add(sender)
                 self.exit_status = self.exit_status or notice["exit_status"]
+                self.unfinished.update(map(tuple, notice["unfinished"]))
                 how = "has left (its program ended or called shutdown)"
                 self.watch.note_left(sender, how, RankStatus.read(notice["status"]))
             elif kind in NOTICES:
-                error = self.watch.handle_notice(sender, notice, self.status())
+                error = self.watch.handle_notice(kind, sender, notice, self.status())
                 if error is not None:
                     self.fail(error)
             elif handler := self._handlers.get(kind):
-                handler(sender, notice)
+                handler(sender, notice, data)
             else:
-                self._early.setdefault(kind, []).append((sender, notice))
+                self._early.setdefault(kind, []).append((sender, notice, data))
 
     def status(self) -> RankStatus:
         """This rank's place, and what it has begun and not ended."""

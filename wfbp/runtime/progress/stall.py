@@ -132,7 +132,7 @@ class StallWatch:
         size: int,
         config: Config,
         where: str,
-        send: Callable[[dict[str, Any]], None],
+        send: Callable[[str, Any, Sequence[int] | None], None],
         activity: Callable[[], int] = lambda: 0,
     ) -> None:
         self._rank = rank
@@ -227,20 +227,18 @@ class StallWatch:
         return None
 
     def handle_notice(
-        self, sender: int, notice: dict[str, Any], own: RankStatus
+        self, kind: str, sender: int, notice: Any, own: RankStatus
     ) -> DisagreementError | None:
         """Handle another rank's notice, of :data:`NOTICES`; returns the error to end with."""
         if self.other_threads:
             own = replace(own, blocked=False)
         self._own_place = own.place
-        if notice["kind"] == "where":
-            answer = {"kind": "here", "to": sender, "number": notice["number"]}
-            self._send({**answer, "status": asdict(own)})
-        elif notice["kind"] == "deadlock":
-            return DisagreementError(f"{self._where}: {notice['text']}")
-        elif notice["to"] == self._rank and notice["number"] == self._question:
-            status = RankStatus.read(notice["status"])
-            self._answers[sender] = status
+        if kind == "where":
+            self._send("here", {"number": notice, "status": asdict(own)}, [sender])
+        elif kind == "deadlock":
+            return DisagreementError(f"{self._where}: {notice}")
+        elif notice["number"] == self._question:
+            self._answers[sender] = RankStatus.read(notice["status"])
             if len(self._answers) == self._size - 1:
                 if self._report_at_s < math.inf:
                     self._report_places()
@@ -271,7 +269,7 @@ class StallWatch:
     def _ask(self) -> None:
         self._question += 1
         self._answers = {}
-        self._send({"kind": "where", "number": self._question})
+        self._send("where", self._question, None)
 
     def _report_places(self) -> None:
         """Warn where the other ranks are; of ranks that wait in one place, the first does so."""
@@ -298,7 +296,7 @@ class StallWatch:
             "same order: look for one that only some ranks make, such as under `if rank() == 0`, "
             "or with fewer batches"
         )
-        self._send({"kind": "deadlock", "text": text})
+        self._send("deadlock", text, None)
         return DisagreementError(f"{self._where}: {text}")
 
 

@@ -308,9 +308,8 @@ class GroupLane(LaneProtocol):
     def _tell(self, **news: str) -> None:
         """Tell all ranks of the group, this one first, its place or a verdict."""
         assert self._inquiry is not None
-        notice = {"kind": NOTICE, "group": self._name, "from": self._exchange.rank}
-        notice |= {**self._inquiry, **news}
-        self._loop.send_notice(notice)
+        notice = {"group": self._name, "from": self._exchange.rank, **self._inquiry, **news}
+        self._loop.send_notice(NOTICE, notice, self._exchange.ranks)
         self.hear(notice)
 
     def hear(self, notice: dict[str, Any]) -> None:

@@ -270,6 +270,6 @@ class Groups:
         where = f"{self.runtime.where}: {group.key}"
         lane.fail(WfbpError(f"{where}: the process group was destroyed or aborted; make a new one"))
 
-    def _hear(self, _: int, notice: dict[str, Any]) -> None:
+    def _hear(self, _: int, notice: dict[str, Any], __: bytes) -> None:
         if (group := self._open.get(notice["group"])) is not None:
             group.lane.hear(notice)
