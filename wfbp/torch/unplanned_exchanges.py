@@ -5,9 +5,9 @@ Every function is a collective among the ranks of a reducer.
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from numbers import Real
 from typing import Any
 
@@ -30,13 +30,18 @@ def sparse_sums(
     average: bool,
 ) -> dict[int, torch.Tensor]:
     """By index, the sum or average of what any rank has; halves are added in float32."""
-    mine: dict[int, tuple[Any, Any]] = {}
-    for index, gradient in sparse.items():
+    mine = BytesIO()
+    np.save(mine, list(sparse))
+    for gradient in sparse.values():
         grad = gradient.detach().coalesce()
         values = tensors.on_host(grad.values()).view(torch.uint8)  # NumPy lacks bfloat16
-        mine[index] = grad.indices().cpu().numpy(), values.numpy()
-    payloads = reducer.channel.exchange(pickle.dumps(mine), "sparse gradients")
-    ranks = [pickle.loads(payload) for payload in payloads]
+        np.save(mine, grad.indices().cpu().numpy())
+        np.save(mine, values.numpy())
+    payloads = reducer.channel.exchange(mine.getvalue(), "sparse gradients")
+    ranks = [
+        {index: (np.load(file), np.load(file)) for index in np.load(file).tolist()}
+        for file in map(BytesIO, payloads)
+    ]
     divisor = len(ranks) if average else 1
     return {
         index: _sum(params[index], [rank[index] for rank in ranks if index in rank], divisor)
