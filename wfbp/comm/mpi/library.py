@@ -7,13 +7,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from wfbp import native
+from wfbp.comm.mpi.point_to_point import PointToPoint
 from wfbp.comm.mpi.transfers import Channel, Task
 from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-    from mpi4py import MPI
 
 
 class BytesTask(Task):
@@ -21,36 +20,23 @@ class BytesTask(Task):
 
     def __init__(self, channel: Channel, payload: bytes) -> None:
         self.nbytes = len(payload)
-        self._mpi = channel.mpi
         self._channel = channel
-        self._parts: list[bytes | bytearray] = [b""] * channel.size
-        self._parts[channel.rank] = payload  # MPI reads it until all sends are complete
-        self._missing = channel.peers
-        self._pending: list[MPI.Request] = []
+        self._payloads = {channel.rank: payload}
 
     def start(self) -> None:
-        payload = [self._parts[self._channel.rank], self._mpi.BYTE]
-        send = self._channel.comm.Isend
-        self._tag = self._channel.next_tag()  # here, because ranks agree on the order of starts
-        self._pending = [send(payload, peer, self._tag) for peer in self._missing]
+        channel = self._channel
+        # The tag is chosen here, because ranks agree on the order of starts.
+        self._messages = PointToPoint(channel.mpi, channel.comm, channel.next_tag())
+        for peer in channel.peers:
+            self._messages.send(peer, self._payloads[channel.rank])
 
     def step(self) -> bool:
-        still_missing = []
-        for peer in self._missing:
-            status = self._mpi.Status()
-            message = self._channel.comm.Improbe(peer, self._tag, status)
-            if message is None:
-                still_missing.append(peer)
-                continue
-            part = self._parts[peer] = bytearray(status.Get_count(self._mpi.BYTE))
-            self._pending.append(message.Irecv([part, self._mpi.BYTE]))
-        self._missing = still_missing
-        self._pending = [request for request in self._pending if not request.Test()]
-        return not self._missing and not self._pending
+        self._payloads.update(self._messages.receive())
+        return len(self._payloads) == self._channel.size and not self._messages.sending
 
     def value(self) -> list[bytes]:
         """The payloads in rank order."""
-        return [bytes(part) for part in self._parts]
+        return [self._payloads[rank] for rank in range(self._channel.size)]
 
 
 def load_transfers(mpi: ModuleType) -> native.Transfers:

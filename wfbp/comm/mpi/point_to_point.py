@@ -1,4 +1,4 @@
-"""Messages between two ranks."""
+"""Messages between two ranks; their length need not be known to the receiver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-_TAG = 1
 _CLOSE_S = 5.0
 """How long :meth:`PointToPoint.close` waits for ranks that do not read."""
 
@@ -32,11 +31,11 @@ def translating(mpi: ModuleType, who: str, what: str) -> Iterator[None]:
 
 
 class PointToPoint:
-    """Messages between two ranks, on a separate communicator."""
+    """Messages of any length between two ranks, with a tag that nothing else on ``comm`` has."""
 
-    def __init__(self, mpi: ModuleType, comm: MPI.Comm) -> None:
+    def __init__(self, mpi: ModuleType, comm: MPI.Comm, tag: int = 1) -> None:
         self._mpi = mpi
-        self._comm = comm
+        self._comm, self._tag = comm, tag
         self._who = f"rank {comm.rank} of {comm.size}"
         self._status = mpi.Status()
         # Those that had not ended at the last look; MPI uses their memory.
@@ -49,7 +48,7 @@ class PointToPoint:
 
     def send(self, rank: int, payload: bytes) -> None:
         with translating(self._mpi, self._who, "a message could not be sent"):
-            request = self._comm.Isend([payload, self._mpi.BYTE], rank, _TAG)
+            request = self._comm.Isend([payload, self._mpi.BYTE], rank, self._tag)
             if not request.Test():
                 self._sends.append((request, payload))
 
@@ -59,7 +58,8 @@ class PointToPoint:
         with translating(self._mpi, self._who, "messages could not be read"):
             self._advance_sends()
             # Matched at once: no other thread can take the message between probe and receive.
-            while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status)) is not None:
+            any_source, tag = self._mpi.ANY_SOURCE, self._tag
+            while (message := self._comm.Improbe(any_source, tag, status)) is not None:
                 content = bytearray(status.Get_count(byte))
                 request = message.Irecv([content, byte])
                 self._arriving.append((status.Get_source(), request, content))
