@@ -6,6 +6,7 @@ import mmap
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +17,6 @@ from wfbp.native import reduce_shards
 
 Buffer = npt.NDArray[Any]
 """A one-dimensional C-contiguous array; bfloat16 is stored as uint16."""
-
-Arrays = tuple[list[int], list[Buffer]]
-"""Consecutive arrays, and the number of each one's first element in the buffer they replace."""
 
 HALF = frozenset({"float16", "bfloat16"})
 """Element types that are accumulated in float32."""
@@ -119,43 +117,44 @@ def fill(buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment], dty
             block[segment.start : segment.start + part.nbytes] = part.view(np.uint8)
 
 
-def as_arrays(
+class Piece(NamedTuple):
+    """Some elements of a collective's buffer, or what replaces them ``elsewhere`` (a segment)."""
+
+    start: int  # its first element's number in the buffer
+    data: Buffer
+    elsewhere: bool = False
+
+
+def pieces(
     data: Buffer,
-    shares: Sequence[tuple[int, int]],
-    segments: Sequence[Segment],
-    dtype: str,
+    shares: Sequence[tuple[int, int]] = (),
+    segments: Sequence[Segment] = (),
+    dtype: str = "uint8",
     writeable: bool = True,
-) -> Arrays:
-    """A buffer of adjacent blocks as arrays, with the segments' parts in separate memory."""
-    if not segments:
-        return [0], [data]
-    placed = []
-    for segment in segments:
-        parts = segment.parts(len(shares), dtype, writeable)
-        placed.append((segment.start // data.itemsize, parts))
-    starts, buffers, end = [], [], 0
+) -> list[Piece]:
+    """Consecutive pieces of a buffer of adjacent blocks, with the segments' part of each block."""
+    found, end = [], 0
+    placed = [
+        (segment.start // data.itemsize, segment.parts(len(shares), dtype, writeable))
+        for segment in segments
+    ]
     for block, (block_start, _) in enumerate(shares):
         for within, parts in placed:
             start = block_start + within
-            starts += [end, start]
-            buffers += [data[end:start], parts[block]]
+            found += [Piece(end, data[end:start]), Piece(start, parts[block], elsewhere=True)]
             end = start + parts[block].size
-    return [*starts, end], [*buffers, data[end:]]
+    return [*found, Piece(end, data[end:])]
 
 
-def pieces_of(
-    arrays: Arrays, start: int, stop: int, elsewhere: bool = False
-) -> list[tuple[Buffer, int]]:
-    """The pieces of elements ``start`` to ``stop``, and the first element of each; perhaps only
-    those in segments, which are every second array."""
-    starts, buffers = arrays
-    pieces = []
-    for k in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
-        if k % 2 or not elsewhere:
-            piece = buffers[k][max(start - starts[k], 0) : stop - starts[k]]
-            if piece.size:
-                pieces.append((piece, max(start, starts[k])))
-    return pieces
+def between(whole: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    """The nonempty pieces of elements ``start`` to ``stop``."""
+    found = []
+    first = bisect_right(whole, start, key=itemgetter(0)) - 1
+    for at, data, elsewhere in whole[first : bisect_left(whole, stop, key=itemgetter(0))]:
+        piece = data[max(start - at, 0) : stop - at]
+        if piece.size:
+            found.append(Piece(max(start, at), piece, elsewhere))
+    return found
 
 
 def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:

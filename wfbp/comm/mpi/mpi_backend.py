@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from wfbp import native
 from wfbp.comm.arrays import (
     INTEGER,
-    Arrays,
     Buffer,
+    Piece,
     Segment,
-    as_arrays,
     block_ranges,
     blocks,
     fill,
+    pieces,
     reduction,
     split,
     typed,
@@ -160,7 +160,7 @@ class MpiBackend(HostBackend):
             return Finished(None)
         if (levels := self._levels_for(Operation.ALL_REDUCE, data, dtype, op)) is not None:
             return levels.all_reduce(data, dtype, op, segments)
-        sources = as_arrays(data, [(0, data.size)], segments, dtype, writeable=False)
+        sources = pieces(data, [(0, data.size)], segments, dtype, writeable=False)
         if data.nbytes * (self.size - 1) <= self._topology.chunking.small_bytes:
             # Each rank sends all of its contribution, and combines all of the result.
             shares = [(0, data.size)] * self.size
@@ -181,7 +181,7 @@ class MpiBackend(HostBackend):
             fill(buffer, counts, segments, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        sources = as_arrays(data, shares, segments, dtype, writeable=False)
+        sources = pieces(data, shares, segments, dtype, writeable=False)
         if levels is not None:
             return levels.submit(data, shares, dtype, op, sources, gathers=False)
         return self._exchange(data, shares, dtype, op, sources, gathers=False)
@@ -192,7 +192,7 @@ class MpiBackend(HostBackend):
         data, shares = typed(buffer, "uint8"), block_ranges(self.size, buffer.nbytes, counts)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        arrays = as_arrays(data, shares, segments, "uint8")
+        arrays = pieces(data, shares, segments, "uint8")
         if (levels := self._levels_for(Operation.ALL_GATHER, buffer)) is not None:
             return levels.submit(data, shares, sources=arrays, results=arrays)
         return self._exchange(data, shares, results=arrays)
@@ -324,14 +324,14 @@ class MpiBackend(HostBackend):
         shares: Sequence[tuple[int, int]],
         dtype: str = "uint8",
         op: Op = Op.SUM,
-        sources: Arrays | None = None,
-        results: Arrays | None = None,
+        sources: Sequence[Piece] | None = None,
+        results: Sequence[Piece] | None = None,
         gathers: bool = True,
     ) -> MpiWork[None]:
         """Combine the ``sources``, if any, of each rank's share, into ``results`` or the buffer;
         every rank gets all results if ``gathers``."""
         # ``begin`` keeps the memory of the arrays.
-        channel, places = self._channel, results or ([0], [data])
+        channel, places = self._channel, results or pieces(data)
         nbytes = sum(stop - start for start, stop in shares) * data.itemsize
         num_chunks = -(-nbytes // self._topology.chunking.chunk_bytes)
 
@@ -343,8 +343,8 @@ class MpiBackend(HostBackend):
                 self.rank,
                 range(self.size),
                 [(owner, *shares[owner]) for owner in (*channel.peers, self.rank)],
-                sources,
-                places,
+                None if sources is None else _arrays(sources),
+                _arrays(places),
                 gathers,
                 dtype,
                 *reduction(op, self.size),
@@ -362,3 +362,7 @@ class MpiBackend(HostBackend):
         comm = parent.Dup()
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm
+
+
+def _arrays(pieces: Sequence[Piece]) -> tuple[list[int], list[Buffer]]:
+    return [piece.start for piece in pieces], [piece.data for piece in pieces]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import HALF, Arrays, Buffer, Segment, as_arrays, pieces_of, reduction, split
+from wfbp.comm.arrays import HALF, Buffer, Piece, Segment, between, pieces, reduction, split
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
@@ -133,8 +133,8 @@ class TwoLevelTask(FlaggedTask):
         bounds: Bounds,
         dtype: str,
         op: Op | None,
-        sources: Arrays,
-        results: Arrays,
+        sources: Sequence[Piece],
+        results: Sequence[Piece],
         gathers: bool,
     ) -> None:
         super().__init__(levels.flags)
@@ -154,8 +154,9 @@ class TwoLevelTask(FlaggedTask):
         self._tag = self._levels.channel.next_tag()
         own = [self._bounds[self._levels.rank]]
         for start, stop in own if self._op is None else self._bounds:
-            for piece, at in pieces_of(self._sources, start, stop, elsewhere=True):
-                copy(self._data[at : at + piece.size], piece)
+            for at, piece, elsewhere in between(self._sources, start, stop):
+                if elsewhere:
+                    copy(self._data[at : at + piece.size], piece)
         self._publish(self._data)
 
     def step(self) -> bool:
@@ -252,9 +253,13 @@ class TwoLevelTask(FlaggedTask):
         mine = place == self._flags.rank
         for owner in self._levels.blocks_of[place]:
             start, stop = self._bounds[owner]
-            targets = pieces_of(self._results, start, stop, elsewhere=mine)
+            targets = [
+                piece
+                for piece in between(self._results, start, stop)
+                if piece.elsewhere or not mine
+            ]
             block = self._block(place, owner) if targets else self._data
-            for piece, at in targets:
+            for at, piece, _ in targets:
                 copy(piece, block[at - start : at - start + piece.size])
 
 
@@ -305,8 +310,8 @@ class TwoLevel:
             if part.result is not None and offset(part.result) != at + part.start
         ]
         given = [part for part in segments if offset(part.data) != at + part.start]
-        sources = as_arrays(shared, [(0, data.size)], given, dtype, writeable=False)
-        results = as_arrays(shared, [(0, data.size)], targets, dtype)
+        sources = pieces(shared, [(0, data.size)], given, dtype, writeable=False)
+        results = pieces(shared, [(0, data.size)], targets, dtype)
         shares = split(data.size, self.channel.size)
         return self.submit(shared, shares, dtype, op, sources, results, finish=finish)
 
@@ -316,18 +321,18 @@ class TwoLevel:
         shares: Bounds,
         dtype: str = "uint8",
         op: Op | None = None,
-        sources: Arrays | None = None,
-        results: Arrays | None = None,
+        sources: Sequence[Piece] | None = None,
+        results: Sequence[Piece] | None = None,
         gathers: bool = True,
         finish: Callable[[], None] | None = None,
     ) -> Work[None]:
         """Combine each rank's share by ``op``, if any; every rank gets all if ``gathers``."""
-        sources, results = sources or ([0], [data]), results or ([0], [data])
+        sources, results = sources or pieces(data), results or pieces(data)
         num_chunks = max(1, -(-data.nbytes // self.chunk_bytes))
         # Each has a piece of every rank's share, so that all ranks work all the time.
-        pieces = [split(stop - start, num_chunks) for start, stop in shares]
+        cuts = [split(stop - start, num_chunks) for start, stop in shares]
         tasks = []
-        for of_chunk in zip(*pieces, strict=True):
+        for of_chunk in zip(*cuts, strict=True):
             bounds = [
                 (start + first, start + last)
                 for (start, _), (first, last) in zip(shares, of_chunk, strict=True)
