@@ -35,16 +35,16 @@ DEEDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 def held_up_within_a_copy(deed: int) -> None:
     """From now on: this process gets a signal when it is about to copy rank 0's part."""
-    deliver = TwoLevelTask._deliver
+    deliver = TwoLevelTask.deliver
 
     def then(job: TwoLevelTask, owner: int) -> None:
         if owner == 0:
-            TwoLevelTask._deliver = deliver  # type: ignore[method-assign]
+            TwoLevelTask.deliver = deliver  # type: ignore[method-assign]
             # To this thread: one for the process may reach another first, and this one copies on.
             signal.pthread_kill(threading.get_ident(), deed)
         deliver(job, owner)
 
-    TwoLevelTask._deliver = then  # type: ignore[method-assign]
+    TwoLevelTask.deliver = then  # type: ignore[method-assign]
 
 
 def refuse(*arguments: Any) -> Any:

@@ -116,10 +116,10 @@ def test_two_levels(
     size = num_hosts * per_host
     read = 0
 
-    def reduce_shards(shards: list[Buffer], out: Buffer, *how: Any) -> None:
+    def reduce_shards(shards: list[Buffer], out: Buffer, **how: Any) -> None:
         nonlocal read
         read += (len(shards) - 1) * out.nbytes
-        native.reduce_shards(shards, out, *how)
+        native.reduce_shards(shards, out, **how)
 
     def copy(target: Buffer, source: Buffer) -> None:
         nonlocal read

@@ -16,7 +16,7 @@ from wfbp.comm.arrays import Buffer, Segment
 from wfbp.comm.mpi.shm_memory import NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import MpiWork
-from wfbp.comm.mpi.two_level import TwoLevel, TwoLevelTask
+from wfbp.comm.mpi.two_level import TAKEN, TwoLevel, TwoLevelTask
 from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
@@ -121,19 +121,19 @@ def test_a_rank_that_gave_up_is_not_read(size: int, monkeypatch: pytest.MonkeyPa
     """
     memories, buffers, works = ready(size, 300)
     late = size - 1
-    deliver = TwoLevelTask._deliver
+    deliver = TwoLevelTask.deliver
     others = works[:late]
 
     def held_up(task: TwoLevelTask, owner: int) -> None:
         if task._flags.rank == late and owner == 0:
             for work in others * 3:
                 assert not work.test()
-            assert all(task._reached(rank, 3) for rank in range(late))
+            assert all(task._reached(rank, TAKEN) for rank in range(late))
             memories[0].withdraw()
             buffers[0][:] = -1
         deliver(task, owner)
 
-    monkeypatch.setattr(TwoLevelTask, "_deliver", held_up)
+    monkeypatch.setattr(TwoLevelTask, "deliver", held_up)
     with pytest.raises(BackendError, match=f"rank {late} of {size}: .*rank 0 gave up before this"):
         go_on(works)
     for work in others * 9:

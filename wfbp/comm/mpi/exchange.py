@@ -1,9 +1,9 @@
 """Collectives on ordinary memory among some of the ranks, for the backend of ``torch.distributed``.
 
-On one host each rank copies its part of a chunk into a staging buffer that its peers can read, and
-publishes the buffer's offset (READY). It takes what it needs from theirs (TAKEN). An all-reduce of
-more than :data:`SMALL_BYTES` combines one shard per rank in between (REDUCED). Between hosts, ranks
-send messages directly. Either way the ranks that take part make the communicator alone.
+On one host each rank copies its part of a chunk into a staging buffer, and takes what it needs from
+its peers' (``two_level``). An all-reduce of more than :data:`SMALL_BYTES` combines one shard per
+rank in between. Between hosts, ranks send messages directly. Either way the ranks that take part
+make the communicator alone.
 
 The staging buffers also carry a *fingerprint* of the operation, so that ranks in different
 operations notice before they read each other's data.
@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arrays import Buffer, combine, split, typed
+from wfbp.comm.arrays import Buffer, combine, typed
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.transfers import NUM_TAGS, Channel, Chunking, Task, TransferTask, Watch, chunks
-from wfbp.comm.mpi.two_level import READY, REDUCED, TAKEN, WAITING, FlaggedTask, SharedFlags
+from wfbp.comm.mpi.topology import Topology
+from wfbp.comm.mpi.transfers import NUM_TAGS, Channel, Chunking, Task, TransferTask, chunks
+from wfbp.comm.mpi.two_level import SharedFlags, SharedTask, TwoLevel
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
@@ -70,68 +71,15 @@ class Reduction:
             combine(parts, typed(out, dtype), dtype, self.op)
 
 
-class _StagedTask(FlaggedTask):
-    """One chunk through staging buffers; subclasses fill this rank's and read the others'."""
-
-    slot_bytes: int
-
-    def __init__(self, flags: SharedFlags, fingerprint: int) -> None:
-        super().__init__(flags)
-        self._fingerprint = fingerprint
-        self._slot: Buffer | None = None
-
-    def start(self) -> None:
-        if self.slot_bytes:
-            self._slot = self._flags.memory.take(self.slot_bytes)
-            self._fill(self._slot)
-        self._publish(self._slot, self._fingerprint)
-
-    def step(self) -> bool:
-        flags = self._flags
-        if self._phase == WAITING and not self._publish(self._slot, self._fingerprint):
-            return False
-        if self._phase == READY:
-            if not self._all_reached(READY):
-                return False
-            notes = [flags.words[peer][self._row + 2] for peer in flags.peers]
-            if any(note != self._fingerprint for note in notes):
-                self.work.mismatch = True  # the waiting thread abandons the whole channel
-                return False
-            self._read_ready()
-            if self.work.mismatch:
-                return False
-        if self._phase == REDUCED and not self._read_reduced():
-            return False
-        if not self._all_reached(TAKEN):
-            return False
-        if self._slot is not None:
-            flags.memory.give(self._slot)
-        return True
-
-    def awaited(self) -> Watch | None:
-        if self._phase in (WAITING, REDUCED):
-            return None
-        return self._watch(self._flags.peers)
-
-    def _fill(self, slot: Buffer) -> None:
-        """Copy this rank's part into its staging buffer."""
-
-    def _read_ready(self) -> None:
-        """All ranks are READY: read, and enter the next phase."""
-        raise NotImplementedError
-
-    def _read_reduced(self) -> bool:
-        """Read what ranks have reduced so far; True, in the phase TAKEN, once that is all."""
-        raise NotImplementedError
-
-
-class _MoveTask(_StagedTask):
+class MoveTask(SharedTask):
     """Blocks from every rank to every rank. With a reduction, those for this rank are combined into
     its own incoming block, if it has one.
 
     A staging buffer starts with the offset and the size of the block for each rank. A block that
     goes to several ranks is copied once.
     """
+
+    gathers = False
 
     def __init__(
         self,
@@ -141,12 +89,11 @@ class _MoveTask(_StagedTask):
         incoming: Blocks,
         reduction: Reduction | None,
     ) -> None:
-        super().__init__(flags, fingerprint)
         self._incoming, self._reduction = incoming, reduction
         self._own = outgoing[flags.rank]
-        end = _ENTRY_BYTES * len(outgoing)
         self._table = np.zeros((len(outgoing), 2), np.int64)
         self._parts: dict[int, tuple[int, Buffer]] = {}
+        end = self._table.nbytes
         for rank, block in enumerate(outgoing):
             if block is None or rank == flags.rank:
                 continue
@@ -154,30 +101,29 @@ class _MoveTask(_StagedTask):
                 self._parts[id(block)] = end, block
                 end += -(-block.nbytes // 8) * 8  # aligned for every element type
             self._table[rank] = self._parts[id(block)][0], block.nbytes
-        self.slot_bytes = end if self._parts else 0
+        super().__init__(flags, None, end, fingerprint)
         received = sum(block.nbytes for block in incoming if block is not None)
         self.nbytes = max(end, received if reduction is None else received * len(incoming))
 
-    def _fill(self, slot: Buffer) -> None:
-        slot[: self._table.nbytes] = self._table.reshape(-1).view(np.uint8)
+    def fill(self) -> None:
+        self._shared[: self._table.nbytes] = self._table.reshape(-1).view(np.uint8)
         for start, block in self._parts.values():
-            slot[start : start + block.nbytes] = block
+            self._shared[start : start + block.nbytes] = block
 
-    def _read_ready(self) -> None:
+    def combine(self) -> bool:
         result, reduction = self._incoming[self._flags.rank], self._reduction
         wanted = self._incoming if reduction is None else [result] * len(self._incoming)
         pairs = [
             (place, self._block_of(peer)) for peer, place in enumerate(wanted) if place is not None
         ]
         if any(place.nbytes != block.nbytes for place, block in pairs):
-            self.work.mismatch = True
-            return
+            return False
         if reduction is None:
             for place, block in pairs:
                 place[:] = block
         elif result is not None:
             reduction([block for _, block in pairs], result)
-        self._enter(TAKEN)
+        return True
 
     def _block_of(self, peer: int) -> Buffer:
         """The block of a rank for this one, where it is."""
@@ -187,56 +133,6 @@ class _MoveTask(_StagedTask):
         entry = self._view(peer, _ENTRY_BYTES * self._flags.rank, _ENTRY_BYTES)
         start, nbytes = entry.view(np.int64).tolist()
         return self._view(peer, start, nbytes)
-
-
-class _ReduceTask(_StagedTask):
-    """All-reduce of one chunk, in place: each rank combines a shard and takes the others'."""
-
-    def __init__(
-        self,
-        flags: SharedFlags,
-        fingerprint: int,
-        data: Buffer,
-        reduction: Reduction,
-    ) -> None:
-        super().__init__(flags, fingerprint)
-        item = reduction.item_bytes
-        self.nbytes = self.slot_bytes = data.nbytes
-        self._data, self._reduction = data, reduction
-        bounds = split(data.nbytes // item, len(flags.places))
-        self._shards = [(start * item, stop * item) for start, stop in bounds]
-        self._missing = list(flags.peers)
-
-    def _fill(self, slot: Buffer) -> None:
-        start, stop = self._shards[self._flags.rank]
-        slot[:start] = self._data[:start]  # the own shard is combined from where it is
-        slot[stop : self._data.nbytes] = self._data[stop:]
-
-    def _read_ready(self) -> None:
-        me, slot = self._flags.rank, self._slot
-        assert slot is not None
-        start, stop = self._shards[me]
-        mine = self._data[start:stop]
-        self._reduction([self._shard(rank, me) for rank in range(len(self._shards))], mine)
-        slot[start:stop] = mine
-        self._enter(REDUCED)
-
-    def _read_reduced(self) -> bool:
-        for peer in list(self._missing):
-            if self._reached(peer, REDUCED):
-                start, stop = self._shards[peer]
-                self._data[start:stop] = self._shard(peer, peer)
-                self._missing.remove(peer)
-        if self._missing:
-            return False
-        self._enter(TAKEN)
-        return True
-
-    def _shard(self, rank: int, owner: int) -> Buffer:
-        start, stop = self._shards[owner]
-        if rank == self._flags.rank:
-            return self._data[start:stop]
-        return self._view(rank, start, stop - start)
 
 
 def begin_messages(
@@ -276,7 +172,7 @@ class Exchange:
         channel: Channel,
         memory: SharedMemory | None,
         places: Sequence[int],
-        chunk_bytes: int,
+        topology: Topology,
         ranks: Sequence[int],
     ) -> None:
         self.backend, self.channel, self.ranks = backend, channel, tuple(ranks)
@@ -284,17 +180,18 @@ class Exchange:
         self.undelivered = 0
         """Messages sent less those received; 0 in sum over all ranks if none is under way."""
         self._status = channel.mpi.Status()
-        self._chunk_bytes = chunk_bytes
-        self._flags: SharedFlags | None = None
+        self._chunk_bytes = topology.chunking.chunk_bytes
+        self._levels: TwoLevel | None = None
         if self.size > 1:
             number = -1 if memory is None else memory.next_flag_set(of_group=True)
             numbers = channel.comm.allgather(number)
             if memory is not None and min(numbers) >= 0:
                 sets = list(zip(places, numbers, strict=True))
-                self._flags = SharedFlags(memory, self.rank, sets, channel.group)
+                flags = SharedFlags(memory, self.rank, sets, channel.group)
+                self._levels = TwoLevel(flags, channel, topology)
                 self._chunk_bytes = STAGED.chunk_bytes
                 channel.window = STAGED
-        self.checks = self._flags is not None
+        self.checks = self._levels is not None
         """Whether ranks compare the fingerprints of all operations."""
 
     @property
@@ -303,7 +200,7 @@ class Exchange:
         return (
             self.channel.num_tags
             + self.channel.num_chunks
-            + (self._flags.num_tasks if self._flags else 0)
+            + (self._levels.flags.num_tasks if self._levels else 0)
         )
 
     def move(
@@ -329,38 +226,38 @@ class Exchange:
         count = max(1, -(-largest // self._chunk_bytes)) if in_chunks else 1
         item = 1 if reduction is None else reduction.item_bytes
         arriving, result = list(incoming), incoming[self.rank]
-        flags = self._flags
-        if flags is None and reduction is not None and result is not None:
+        levels = self._levels
+        if levels is None and reduction is not None and result is not None:
             arriving = [np.empty(result.nbytes, np.uint8) for _ in incoming]
         tasks: list[Task] = []
         for index in range(count):
             sent = _pieces(outgoing, index, count, item)
             received = _pieces(arriving, index, count, item)
-            if flags is not None:
-                tasks.append(_MoveTask(flags, fingerprint, sent, received, reduction))
+            if levels is not None:
+                tasks.append(MoveTask(levels.flags, fingerprint, sent, received, reduction))
             else:
                 nbytes = sum(block.nbytes for block in (*sent, *received) if block is not None)
                 begin = partial(
                     begin_messages, channel=self.channel, outgoing=sent, incoming=received
                 )
                 tasks.append(TransferTask(nbytes, begin))
-        if flags is not None or reduction is None or result is None:
+        if levels is not None or reduction is None or result is None:
             return self._submit(tasks)
         shards = [block for block in arriving if block is not None]
         return self._submit(tasks, partial(reduction, shards, result))
 
     def all_reduce(self, data: Buffer, reduction: Reduction, fingerprint: int) -> Work[None]:
         """Combine ``data`` over all ranks, in place."""
-        flags, item = self._flags, reduction.item_bytes
-        if flags is None and reduction.function is None:
+        levels, item = self._levels, reduction.item_bytes
+        if levels is None and reduction.function is None:
             dtype = reduction.dtype
             return self.backend.all_reduce(typed(data, dtype), dtype, reduction.op)
-        if flags is None or data.nbytes <= SMALL_BYTES:
+        if levels is None or data.nbytes <= SMALL_BYTES:
             place = [data if rank == self.rank else None for rank in range(self.size)]
             return self.move([data] * self.size, place, fingerprint, reduction)
         return self._submit(
             [
-                _ReduceTask(flags, fingerprint, data[start * item : stop * item], reduction)
+                levels.staged(data[start * item : stop * item], item, reduction, fingerprint)
                 for start, stop in chunks(data.nbytes // item, item, self._chunk_bytes)
             ]
         )

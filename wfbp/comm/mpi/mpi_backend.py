@@ -252,8 +252,7 @@ class MpiBackend(HostBackend):
             here = self._topology.here
             memory = self._memory if set(ranks) <= set(here) else None
             places = [here.index(rank) for rank in ranks] if memory else []
-            chunk_bytes = made._topology.chunking.chunk_bytes
-            return Exchange(made, made._channel, memory, places, chunk_bytes, ranks)
+            return Exchange(made, made._channel, memory, places, made._topology, ranks)
 
     def send_notice(self, rank: int, payload: bytes) -> None:
         self._notices.send(rank, payload)

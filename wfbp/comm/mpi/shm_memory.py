@@ -175,7 +175,7 @@ class SharedMemory:
         self._lock = Lock()
         self._freed: deque[tuple[int, int]] = deque()
         self._flag_sets, self._group_flag_sets = count(), count()
-        self._views: list[list[Buffer]] = []
+        self._words: list[list[memoryview]] = []
         self._staging: dict[int, list[Buffer]] = {}
 
     @classmethod
@@ -226,8 +226,10 @@ class SharedMemory:
 
     def release(self) -> None:
         """Last call: unmap all memory, this rank's once no buffer in it is used any more."""
-        for views in (*self._views, self._whole, self._headers):
-            views.clear()
+        for words in self._words:
+            words.clear()
+        self._whole.clear()
+        self._headers.clear()
         self._staging.clear()
         with self._lock:
             self._map = None
@@ -246,11 +248,13 @@ class SharedMemory:
                 "WFBP_TIMEOUT_S is too short"
             )
 
-    def views(self, starts: Sequence[tuple[int, int]], nbytes: int) -> list[Buffer]:
-        """For each rank and start, these bytes of its memory; :meth:`release` empties the list."""
-        views = [self._whole[rank][start : start + nbytes] for rank, start in starts]
-        self._views.append(views)
-        return views
+    def words(self, starts: Sequence[tuple[int, int]], nbytes: int) -> list[memoryview]:
+        """For each rank and start, these bytes of its memory as integers of 64 bits;
+        :meth:`release` empties the list."""
+        # Items of memoryviews are read in half the time of those of arrays.
+        words = [self.view(*each, nbytes).view(np.int64).data for each in starts]
+        self._words.append(words)
+        return words
 
     def zeros(self, nbytes: int) -> Buffer:
         """Zeroed bytes that the other ranks can read; ``MemoryError`` if exhausted."""

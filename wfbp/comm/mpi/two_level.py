@@ -1,23 +1,24 @@
 """Collectives on two levels: through memory within a host, by messages between hosts.
 
-Every rank *owns* a block. Of each block one rank per host is the *agent*; the owner is the agent of
-its own host. An all-reduce takes these steps:
+Every rank *owns* a block. One rank per host is the *agent* of a block; the owner is one of its
+agents. An all-reduce takes these steps:
 
 1. Each rank publishes where its contribution is (READY).
-2. Agents combine their host's contributions in place, in rank order.
+2. Agents combine their host's contributions, in rank order (COMBINED).
 3. They send that to the owner, which combines all hosts' parts in order, and sends back the result.
-4. Agents say so (REDUCED), and each rank copies the blocks of its host's agents. From then on
+4. Agents publish that (REDUCED), and each rank copies the blocks of its host's agents. From then on
    (TAKEN) others may change their memory.
 
 A reduce-scatter ends with the owner, an all-gather begins with it. On one host nothing is sent.
-Flags order the data only if processors see stores in order (``shm_memory.ORDERED``).
+Contributions that are not in shared memory are copied there, to a staging buffer. Flags order the
+data only if processors see stores in order (``shm_memory.ORDERED``).
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -30,15 +31,20 @@ from wfbp.comm.mpi.transfers import Channel, ProgressGroup, Task, Watch
 from wfbp.core.types import Op
 from wfbp.native import copy, reduce_shards
 
-WAITING, READY, REDUCED, TAKEN = range(4)
+WAITING, READY, COMBINED, REDUCED, TAKEN = range(5)
 """Phases of a task; one that is WAITING for a row of flags has published nothing."""
-_PHASES = 4
+_PHASES = 5
 _ROW_WORDS = 8
 """A cache line."""
 _FLAG_SET_BYTES = HEADER_BYTES // (NUM_FLAG_SETS + 1)
 """The first set's bytes of the header are reserved for ``SharedMemory``."""
 _NUM_ROWS = _FLAG_SET_BYTES // (_ROW_WORDS * 8)
 """More than the tasks that a channel usually has under way; others wait for a row."""
+
+Bounds = Sequence[tuple[int, int]]
+"""First and last element of each rank's block."""
+Reduce = Callable[[Sequence[Buffer], Buffer], None]
+"""Combines one contribution per rank, in rank order, into a result that may be one of them."""
 
 
 class SharedFlags:
@@ -59,24 +65,104 @@ class SharedFlags:
         self.rank, self.memory, self.group = rank, memory, group
         self.peers = [(rank + step) % len(places) for step in range(1, len(places))]
         self.places = [at for at, _ in places]
-        # Items of memoryviews are read in half the time of those of arrays.
         starts = [(at, (number + 1) * _FLAG_SET_BYTES) for at, number in places]
-        self.words: list[Any] = memory.views(starts, _FLAG_SET_BYTES)
-        self.words[:] = [memoryview(view.view(np.int64)) for view in self.words]  # type: ignore
+        self.words = memory.words(starts, _FLAG_SET_BYTES)
         self.num_tasks = 0
 
 
-class FlaggedTask(Task):
-    """A task that moves from phase to phase, which the ranks of a host see in flags."""
+class SharedTask(Task):
+    """One chunk of a collective through the memory of a host, whose ranks see its phases in flags.
 
-    def __init__(self, flags: SharedFlags) -> None:
+    A rank publishes its ``shared`` memory, or else a staging buffer of ``staging_bytes``.
+    Subclasses define what it contributes, and what it reads of the others. On channels whose ranks
+    compare operations, ``fingerprint`` tells them apart.
+    """
+
+    reads_all = True
+    """Whether combining needs the contributions of all ranks."""
+    gathers = True
+    """Whether ranks read what others have combined."""
+    messages: native.Exchange | None = None
+    """Messages between hosts, which combining has begun."""
+    _shared: Buffer
+
+    def __init__(
+        self,
+        flags: SharedFlags,
+        shared: Buffer | None = None,
+        staging_bytes: int = 0,
+        fingerprint: int = 0,
+    ) -> None:
         flags.num_tasks += 1
         self._flags = flags
         self._number = flags.num_tasks
         self._row = self._number % _NUM_ROWS * _ROW_WORDS
         self._phase = WAITING
+        self._staging_bytes, self._fingerprint = staging_bytes, fingerprint
+        if shared is not None:
+            self._shared = shared
+        self._missing = list(flags.peers)
+        """Ranks whose blocks are not copied yet."""
 
-    def _publish(self, buffer: Buffer | None, note: int = 0) -> bool:
+    @abstractmethod
+    def fill(self) -> None:
+        """Copy this rank's contribution to the memory that it publishes."""
+
+    @abstractmethod
+    def combine(self) -> bool:
+        """Combine the contributions; False if one does not fit."""
+
+    def deliver(self, rank: int) -> None:
+        """Copy what a rank has combined to its destination, if ``gathers``."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        if self._staging_bytes:
+            self._shared = self._flags.memory.take(self._staging_bytes)
+        self.fill()
+        self._publish()
+
+    def step(self) -> bool:
+        flags = self._flags
+        if self._phase == WAITING and not self._publish():
+            return False
+        if self._phase == READY:
+            if self.reads_all and not self._all_reached(READY):
+                return False
+            notes = [words[self._row + 2] for words in flags.words]
+            if any(note != self._fingerprint for note in notes) or not self.combine():
+                self.work.mismatch = True  # the waiting thread abandons the whole channel
+                return False
+            self._enter(COMBINED if self.gathers else TAKEN)
+        if self.messages is not None and not self.messages.done:
+            return False
+        if self._phase == COMBINED:
+            self._enter(REDUCED)  # before the copy: the other ranks can take the blocks meanwhile
+            self.deliver(flags.rank)
+        if self._phase == REDUCED:
+            for peer in list(self._missing):
+                if self._reached(peer, REDUCED):
+                    self.deliver(peer)
+                    self._missing.remove(peer)
+            if self._missing:
+                return False
+            self._enter(TAKEN)
+        if not self._all_reached(TAKEN):
+            return False
+        if self._staging_bytes:
+            flags.memory.give(self._shared)
+        return True
+
+    def awaited(self) -> Watch | None:
+        if self._phase == REDUCED:
+            return self._watch(self._missing, any_of=True)
+        if self.messages is not None and not self.messages.done:
+            return (), 0, True  # for messages alone: never reached
+        if self._phase == TAKEN or (self._phase == READY and self.reads_all):
+            return self._watch(self._flags.peers)
+        return None
+
+    def _publish(self) -> bool:
         """Tell where this rank's contribution is (READY); False if there is no row for that yet."""
         # A row is reused only when no rank needs it for the previous task in it.
         before = self._number - _NUM_ROWS
@@ -84,8 +170,8 @@ class FlaggedTask(Task):
         if any(words[self._row] < needed for words in self._flags.words):
             return False
         words, row = self._flags.words[self._flags.rank], self._row
-        words[row + 1] = 0 if buffer is None else self._flags.memory.offset(buffer)
-        words[row + 2] = note
+        words[row + 1] = self._flags.memory.offset(self._shared)
+        words[row + 2] = self._fingerprint
         words[row] = self._number * _PHASES + READY  # last: a rank that sees it reads the offset
         self._phase = READY
         return True
@@ -100,8 +186,7 @@ class FlaggedTask(Task):
 
     def _reached(self, rank: int, phase: int) -> bool:
         """Whether a rank has reached a phase of this task; a later task implies all of them."""
-        reached: int = self._flags.words[rank][self._row]
-        return reached >= self._number * _PHASES + phase
+        return self._flags.words[rank][self._row] >= self._number * _PHASES + phase
 
     def _all_reached(self, phase: int) -> bool:
         return all(self._reached(peer, phase) for peer in self._flags.peers)
@@ -118,158 +203,89 @@ class FlaggedTask(Task):
         return self._flags.memory.view(self._flags.places[rank], offset + start, nbytes)
 
 
-Bounds = Sequence[tuple[int, int]]
-"""First and last element of each rank's block."""
-
-
-class TwoLevelTask(FlaggedTask):
-    """One chunk of a collective, in place: a part of every rank's block. Contributions that are
-    elsewhere are copied from ``sources``, and results to ``results``."""
+class TwoLevelTask(SharedTask):
+    """One chunk of a collective: a part of every rank's block, within ``data`` or a staging buffer.
+    Contributions that are elsewhere are copied from ``sources``, and results to ``results``.
+    ``send`` begins the messages between hosts."""
 
     def __init__(
         self,
         levels: TwoLevel,
-        data: Buffer,
         bounds: Bounds,
-        dtype: str,
-        op: Op | None,
         sources: Sequence[Piece],
         results: Sequence[Piece],
-        gathers: bool,
+        reduce: Reduce | None,
+        data: Buffer | None = None,
+        gathers: bool = True,
+        send: Callable[[int, Bounds], native.Exchange] | None = None,
+        fingerprint: int = 0,
     ) -> None:
-        super().__init__(levels.flags)
-        self.nbytes = sum(stop - start for start, stop in bounds) * data.itemsize
-        self._levels, self._memory = levels, levels.memory
-        self._data, self._bounds = data, bounds
+        item = 1 if data is None else data.itemsize
+        self.nbytes = sum(stop - start for start, stop in bounds) * item
+        super().__init__(levels.flags, data, self.nbytes if data is None else 0, fingerprint)
+        self.reads_all, self.gathers = reduce is not None, gathers
+        self._levels, self._bounds = levels, bounds
         self._sources, self._results = sources, results
-        self._dtype, self._op, self._gathers = dtype, op, gathers
-        self._is_combined = False
-        self._sent: native.Exchange | None = None  # the messages between hosts
-        self._missing = self._flags.peers
-        """Ranks of this host that have not reached the next phase (REDUCED: whose blocks are not
-        copied yet)."""
+        self._reduce, self._send = reduce, send
+        self._own: dict[int, Buffer] = {}
+        """This rank's contributions to the blocks that it combines."""
 
-    def start(self) -> None:
-        # Here, because only starts have the same order on every rank.
-        self._tag = self._levels.channel.next_tag()
-        own = [self._bounds[self._levels.rank]]
-        for start, stop in own if self._op is None else self._bounds:
-            for at, piece, elsewhere in between(self._sources, start, stop):
+    def fill(self) -> None:
+        levels = self._levels
+        if self._send is not None:
+            # Here, because only starts have the same order on every rank.
+            self._tag = levels.channel.next_tag()
+        mine = levels.blocks_of[self._flags.rank]
+        for owner in [levels.rank] if self._reduce is None else range(len(self._bounds)):
+            start, stop = self._bounds[owner]
+            parts = between(self._sources, start, stop)
+            if self._reduce is not None and owner in mine:
+                if len(parts) == 1:  # no other rank reads it: it can stay where it is
+                    self._own[owner] = parts[0].data
+                    continue
+                self._own[owner] = self._shared[start:stop]
+            for at, part, elsewhere in parts:
                 if elsewhere:
-                    copy(self._data[at : at + piece.size], piece)
-        self._publish(self._data)
+                    copy(self._shared[at : at + part.size], part)
 
-    def step(self) -> bool:
-        if self._phase == WAITING and not self._publish(self._data):
-            return False
-        if self._phase == READY and not self._reduce():
-            return False
-        if self._phase == REDUCED:
-            for peer in list(self._missing):
-                if self._reached(peer, REDUCED):
-                    self._deliver(peer)
-                    self._missing.remove(peer)
-            if self._missing:
-                return False
-            self._enter(TAKEN)
-        if self._sent is not None and not self._sent.done:
-            return False
-        return self._all_reached(TAKEN)
-
-    def awaited(self) -> Watch | None:
-        phase = self._phase
-        if phase == REDUCED:
-            return self._watch(self._missing, any_of=True)
-        if self._sent is not None and not self._sent.done:
-            return (), 0, True  # for messages alone: never reached
-        if phase == WAITING or (phase == READY and (self._is_combined or self._op is None)):
-            return None
-        return self._watch(self._flags.peers)
-
-    def _reduce(self) -> bool:
-        """Combine this rank's blocks; True, in a later phase, if that is done on all hosts."""
-        flags, levels = self._flags, self._levels
-        if not self._is_combined:
-            if self._op is not None:
-                if not self._all_reached(READY):
-                    return False
-                self._combine(self._op)
-            self._is_combined = True
-            if levels.between_hosts:
-                # Before other hosts can see the sum: they cannot see who gave up here.
-                self._memory.check_read(flags.peers)
-                self._exchange()
-            if not self._gathers:
-                self._enter(TAKEN)
-                return True
-        if self._sent is not None and not self._sent.done:
-            return False
-        self._enter(REDUCED)  # before the copies: the other ranks can take the blocks meanwhile
-        self._deliver(flags.rank)
-        self._missing = list(flags.peers)
+    def combine(self) -> bool:
+        flags = self._flags
+        if self._reduce is not None:
+            for owner, own in self._own.items():
+                shards = [self._block(place, owner) for place in range(len(flags.places))]
+                out, shards[flags.rank] = shards[flags.rank], own
+                self._reduce(shards, out)
+        if self._send is not None:
+            # Before other hosts can see the sum: they cannot see who gave up here.
+            flags.memory.check_read(flags.places)
+            self.messages = self._send(self._tag, self._bounds)
         return True
 
-    def _combine(self, op: Op) -> None:
-        levels, flags = self._levels, self._flags
-        how, divisor = reduction(op, levels.channel.size)
-        if levels.between_hosts and self._dtype not in HALF:
-            divisor = 1.0  # the owner divides; but a host's sum of halves could overflow
-        places = range(len(flags.peers) + 1)
-        for owner in levels.blocks_of[flags.rank]:
-            shards = [self._block(place, owner) for place in places]
-            reduce_shards(shards, shards[flags.rank], self._dtype, how, divisor)
-
-    def _exchange(self) -> None:
-        """Combine blocks over hosts at their owners, and send the results back."""
-        levels, flags = self._levels, self._flags
-        how, divisor = reduction(self._op or Op.SUM, levels.channel.size)
-        mine = [0], [self._data]
-        self._sent = levels.channel.group.transfers.exchange(
-            None,  # at once: hosts need not start them in one order
-            levels.channel.handle,
-            [self._tag],
-            levels.rank,
-            levels.agents,
-            [(owner, *self._bounds[owner]) for owner in levels.blocks_of[flags.rank]],
-            None if self._op is None else mine,
-            mine,
-            self._gathers,
-            self._dtype,
-            how,
-            1.0 if self._dtype in HALF else divisor,
-        )
+    def deliver(self, rank: int) -> None:
+        mine = rank == self._flags.rank
+        for owner in self._levels.blocks_of[rank]:
+            start, stop = self._bounds[owner]
+            parts = between(self._results, start, stop)
+            targets = [part for part in parts if part.elsewhere or not mine]
+            block = self._block(rank, owner) if targets else self._shared
+            for at, target, _ in targets:
+                copy(target, block[at - start : at - start + target.size])
 
     def _block(self, place: int, owner: int) -> Buffer:
         """The owner's block in the memory of a rank of this host."""
         start, stop = self._bounds[owner]
         if place == self._flags.rank:
-            return self._data[start:stop]
-        item = self._data.itemsize
+            return self._shared[start:stop]
+        item = self._shared.itemsize
         data = self._view(place, start * item, (stop - start) * item)
-        return data.view(self._data.dtype)
-
-    def _deliver(self, place: int) -> None:
-        """Copy an agent's blocks to their destinations on this rank."""
-        mine = place == self._flags.rank
-        for owner in self._levels.blocks_of[place]:
-            start, stop = self._bounds[owner]
-            targets = [
-                piece
-                for piece in between(self._results, start, stop)
-                if piece.elsewhere or not mine
-            ]
-            block = self._block(place, owner) if targets else self._data
-            for at, piece, _ in targets:
-                copy(piece, block[at - start : at - start + piece.size])
+        return data.view(self._shared.dtype)
 
 
 class TwoLevel:
     """The collectives of one channel. Ranks of a host are known by their *place* there."""
 
-    def __init__(
-        self, memory: SharedMemory, flags: SharedFlags, channel: Channel, topology: Topology
-    ) -> None:
-        self.memory, self.flags, self.channel = memory, flags, channel
+    def __init__(self, flags: SharedFlags, channel: Channel, topology: Topology) -> None:
+        self.memory, self.flags, self.channel = flags.memory, flags, channel
         self.rank = channel.rank
         self.between_hosts = len(topology.hosts) > 1
         self.agents = [topology.agent(host, self.rank) for host in topology.hosts]
@@ -292,7 +308,7 @@ class TwoLevel:
         here = topology.here
         places = [(place, number) for place in range(len(here))]
         flags = SharedFlags(memory, here.index(channel.rank), places, channel.group)
-        return cls(memory, flags, channel, topology)
+        return cls(flags, channel, topology)
 
     def all_reduce(
         self, data: Buffer, dtype: str, op: Op, segments: Sequence[Segment]
@@ -310,8 +326,9 @@ class TwoLevel:
             if part.result is not None and offset(part.result) != at + part.start
         ]
         given = [part for part in segments if offset(part.data) != at + part.start]
-        sources = pieces(shared, [(0, data.size)], given, dtype, writeable=False)
-        results = pieces(shared, [(0, data.size)], targets, dtype)
+        whole = [(0, data.size)]
+        sources = pieces(shared, whole, given, dtype, writeable=False)
+        results = pieces(shared, whole, targets, dtype)
         shares = split(data.size, self.channel.size)
         return self.submit(shared, shares, dtype, op, sources, results, finish=finish)
 
@@ -327,6 +344,31 @@ class TwoLevel:
         finish: Callable[[], None] | None = None,
     ) -> Work[None]:
         """Combine each rank's share by ``op``, if any; every rank gets all if ``gathers``."""
+        channel, mine = self.channel, ([0], [data])
+        how, divisor = reduction(op or Op.SUM, channel.size)
+        # The owner divides; but a host's sum of halves could overflow.
+        early = divisor if dtype in HALF or not self.between_hosts else 1.0
+        reduce = None
+        if op is not None:
+            reduce = partial(reduce_shards, dtype=dtype, op=how, divisor=early)
+
+        def send(tag: int, bounds: Bounds) -> native.Exchange:
+            """Combine blocks over hosts at their owners, and send the results back."""
+            return channel.group.transfers.exchange(
+                None,  # at once: hosts need not start them in one order
+                channel.handle,
+                [tag],
+                self.rank,
+                self.agents,
+                [(owner, *bounds[owner]) for owner in self.blocks_of[self.flags.rank]],
+                None if op is None else mine,
+                mine,
+                gathers,
+                dtype,
+                how,
+                divisor / early,
+            )
+
         sources, results = sources or pieces(data), results or pieces(data)
         num_chunks = max(1, -(-data.nbytes // self.chunk_bytes))
         # Each has a piece of every rank's share, so that all ranks work all the time.
@@ -337,5 +379,13 @@ class TwoLevel:
                 (start + first, start + last)
                 for (start, _), (first, last) in zip(shares, of_chunk, strict=True)
             ]
-            tasks.append(TwoLevelTask(self, data, bounds, dtype, op, sources, results, gathers))
-        return self.channel.submit(data.nbytes, tasks, finish)
+            sends = send if self.between_hosts else None
+            tasks.append(TwoLevelTask(self, bounds, sources, results, reduce, data, gathers, sends))
+        return channel.submit(data.nbytes, tasks, finish)
+
+    def staged(self, data: Buffer, item_bytes: int, reduce: Reduce, fingerprint: int) -> Task:
+        """All-reduce of one chunk of ordinary memory, in bytes, through a staging buffer."""
+        chunk = [Piece(0, data, elsewhere=True)]
+        shards = split(data.nbytes // item_bytes, self.channel.size)
+        bounds = [(start * item_bytes, stop * item_bytes) for start, stop in shards]
+        return TwoLevelTask(self, bounds, chunk, chunk, reduce, fingerprint=fingerprint)
