@@ -27,6 +27,7 @@ import numpy as np
 from wfbp import native
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.device.device import Device
+from wfbp.comm.memory import Event
 from wfbp.core.types import item_bytes
 from wfbp.errors import BackendError
 
@@ -37,7 +38,7 @@ GARBAGE = 0xE7
 _LIMIT_S = 60.0
 
 
-class SoftwareEvent:
+class SoftwareEvent(Event):
     """Happened or not, when, and after what."""
 
     def __init__(self, timed: bool = True) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.device.device import Device
+from wfbp.comm.memory import Event
 from wfbp.cuda.pack import TILE, CudaKernels, DevicePackTable, stream_context
 from wfbp.errors import BackendError
 
@@ -38,7 +39,7 @@ _LAST_OF_CURRENT = 2
 """Handles up to this one are default streams of the current device."""
 
 
-class _CudaEvent:
+class _CudaEvent(Event):
     """A CUDA event; its handle returns to the pool when the object is deleted."""
 
     __slots__ = ("_pool", "handle")
@@ -136,7 +137,7 @@ class CupyDevice(Device):
         self._streams.append(weakref.finalize(self, _destroy_stream, self._runtime, handle))
         return handle
 
-    def record(self, stream: int, timed: bool = False) -> _CudaEvent:
+    def record(self, stream: int, timed: bool = False) -> Event:
         event = self.own_event(self.take_event(timed), timed)
         with self._where(stream):
             self._runtime.eventRecord(event.handle, stream)
@@ -155,11 +156,13 @@ class CupyDevice(Device):
         """The event of a handle that was taken."""
         return _CudaEvent(handle, self._timed if timed else self._plain)
 
-    def wait(self, stream: int, event: _CudaEvent) -> None:
+    def wait(self, stream: int, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
         with self._where(stream):
             self._runtime.streamWaitEvent(stream, event.handle)
 
-    def done(self, event: _CudaEvent) -> bool:
+    def done(self, event: Event) -> bool:
+        assert isinstance(event, _CudaEvent)
         self._ensure_context()
         status = self._runtime.eventQuery(event.handle)
         if status:
@@ -172,7 +175,9 @@ class CupyDevice(Device):
             )
         return bool(status == 0)
 
-    def seconds(self, start: _CudaEvent, end: _CudaEvent) -> float:
+    def seconds(self, start: Event, end: Event) -> float:
+        assert isinstance(start, _CudaEvent)
+        assert isinstance(end, _CudaEvent)
         self._ensure_context()
         return float(self._runtime.eventElapsedTime(start.handle, end.handle)) * 1e-3
 

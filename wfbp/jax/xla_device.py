@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from wfbp.comm.device.device import Device, Event
+from wfbp.comm.device.device import Device
 from wfbp.comm.device.links import OnDevice
 from wfbp.comm.locations import Location, in_host_memory
+from wfbp.comm.memory import Event
 from wfbp.cuda.cupy_device import CupyDevice, check_local_rank, count_devices
 from wfbp.errors import WfbpError
 from wfbp.runtime import process
@@ -44,7 +45,7 @@ class XlaStreams(Device):
         return super().current_stream() if place is None else place[0]  # type: ignore[safe-super]
 
     def record(self, stream: int, timed: bool = False) -> Event:
-        place = getattr(self._place, "now", None)
+        place: tuple[int, Event | None] | None = getattr(self._place, "now", None)
         if place is not None and place[0] == stream and place[1] is not None:
             return place[1]
         return super().record(stream, timed)  # type: ignore[safe-super]

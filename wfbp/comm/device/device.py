@@ -2,8 +2,9 @@
 
 All work on a device is enqueued on *streams*, and runs in order within each. An *event* marks a
 place in a stream; another stream can wait for it. The host only enqueues: no method here waits for
-the device. Streams are raw handles, so that any framework's can be named; events are opaque.
-Implementations: ``wfbp.cuda.cupy_device``, and the tests' software device (streams are threads).
+the device. Streams are raw handles, so that any framework's can be named; a device subclasses
+:class:`Event`. Implementations: ``wfbp.cuda.cupy_device``, and the tests' software device (streams
+are threads).
 """
 
 from __future__ import annotations
@@ -16,10 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp.comm.arrays import Buffer
-from wfbp.comm.memory import SlotTable
-
-Event = Any
-"""A place in a stream."""
+from wfbp.comm.memory import Event, SlotTable
 
 
 class Device(ABC):

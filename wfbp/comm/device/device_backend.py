@@ -12,8 +12,9 @@ import numpy as np
 
 from wfbp.comm.arrays import Buffer, Segment, block_ranges
 from wfbp.comm.backend import PROBE_LIMIT, Backend, Finished, HostBackend, Work
-from wfbp.comm.device.device import Device, Event
+from wfbp.comm.device.device import Device
 from wfbp.comm.device.launch_order import LaunchOrder
+from wfbp.comm.memory import Event
 from wfbp.core.types import Op
 
 _NAP_S = 10e-6
@@ -188,6 +189,7 @@ class DeviceBackend(Backend):
             else:
                 work.conclude()
             if order is not None:
+                assert work.end is not None
                 order.last = self.lane, work.end
 
         if self.order is None:

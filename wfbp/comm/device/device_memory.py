@@ -20,9 +20,8 @@ from functools import partial
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Backend, Work
-from wfbp.comm.device.device import Event
 from wfbp.comm.device.device_backend import DeviceBackend, DeviceWork
-from wfbp.comm.memory import Dependencies, Memory, SlotTable, Stamp
+from wfbp.comm.memory import Dependencies, Event, Memory, SlotTable, Stamp
 from wfbp.core.types import Op
 
 _CHECK_S = 0.05
@@ -174,6 +173,7 @@ class DeviceMemory(Memory):
         return self.now()
 
     def await_arrival(self, end: Stamp) -> None:
+        assert isinstance(end, Event)
         for stream in {self._home, self._device.current_stream()}:
             self._device.wait(stream, end)
 
@@ -183,9 +183,12 @@ class DeviceMemory(Memory):
             self._device.wait(self._home, self._device.record(stream))
 
     def done(self, stamp: Stamp) -> bool:
+        assert isinstance(stamp, Event)
         return self._device.done(stamp)
 
     def clock(self, begun: Stamp, done: Stamp) -> Callable[[Stamp], float]:
+        assert isinstance(begun, Event)
+        assert isinstance(done, Event)
         while not self._device.done(done):
             self._check()
             time.sleep(_NAP_S)
@@ -193,7 +196,7 @@ class DeviceMemory(Memory):
 
     def _seconds(self, begun: Event, stamp: Stamp) -> float:
         """Seconds from the start of its step, plus one; 0 stays 0."""
-        return 1.0 + self._device.seconds(begun, stamp) if stamp else 0.0
+        return 1.0 + self._device.seconds(begun, stamp) if isinstance(stamp, Event) else 0.0
 
     def now(self) -> Stamp:
         return self._device.record(self._device.current_stream(), timed=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from wfbp.comm.backend import HostBackend
-from wfbp.comm.device.device import Event
+from wfbp.comm.memory import Event
 from wfbp.comm.waiting import Check, wait
 from wfbp.core.encoding import decode, encode
 

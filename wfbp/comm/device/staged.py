@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from wfbp.comm.arrays import Buffer, split
 from wfbp.comm.backend import HostBackend, Work
-from wfbp.comm.device.device import Device, Event
+from wfbp.comm.device.device import Device
 from wfbp.comm.device.device_backend import Blocks, DeviceBackend, DeviceWork
+from wfbp.comm.memory import Event
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
 
@@ -33,7 +34,7 @@ class Piece:
     start: Start
     ends: DeviceWork | None  # the work whose last piece this is
     pinned: Buffer | None = None
-    copied: Event = None
+    copied: Event | None = None
     travel: Work[None] | None = None
 
     def copies(self, chosen: Sequence[bool]) -> list[tuple[Buffer, Buffer]]:
@@ -146,6 +147,7 @@ class StagedBackend(DeviceBackend):
     def _begin_travels(self) -> None:
         for piece in self._moving:
             if piece.travel is None:
+                assert piece.copied is not None
                 # The pinned buffer may still be read by the copies back of the piece before.
                 if not self.device.done(piece.copied):
                     return
