@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, Segment, blocks, combine, fill, typed
-from wfbp.comm.backend import HostBackend, T, Work
+from wfbp.comm.backend import HostBackend, T_co, Work
 from wfbp.core.types import Op, Operation
 from wfbp.errors import PeerError
 
@@ -41,14 +41,14 @@ class _Channel:
         return self.free_s
 
 
-class _EmulatedWork(Work[T]):
+class _EmulatedWork(Work[T_co]):
     def __init__(
-        self, channel: _Channel, operation: Operation, nbytes: int, finish: Callable[[], T]
+        self, channel: _Channel, operation: Operation, nbytes: int, finish: Callable[[], T_co]
     ) -> None:
         self._channel = channel
         self._end_s = channel.occupy(operation, nbytes)
         self._finish = finish
-        self._result: list[T] = []
+        self._result: list[T_co] = []
         self.nbytes = nbytes
 
     def test(self) -> bool:
@@ -70,7 +70,7 @@ class _EmulatedWork(Work[T]):
         return self._channel.moves
 
     @property
-    def result(self) -> T:
+    def result(self) -> T_co:
         return self._result[0]
 
 

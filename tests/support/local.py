@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.arrays import Buffer, Segment, blocks, combine, fill, typed
-from wfbp.comm.backend import HostBackend, T, Work
+from wfbp.comm.backend import HostBackend, T_co, Work
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
 
@@ -103,7 +103,7 @@ class LocalWorld:
             self.fate.condition.notify_all()
 
 
-class _LocalWork(Work[T]):
+class _LocalWork(Work[T_co]):
     def __init__(self, world: LocalWorld, meeting: _Rendezvous, rank: int, nbytes: int) -> None:
         self._world = world
         self._meeting = meeting
@@ -120,9 +120,9 @@ class _LocalWork(Work[T]):
         return False
 
     @property
-    def result(self) -> T:
+    def result(self) -> T_co:
         assert self._meeting.results is not None, "result before test() was True"
-        value: T = self._meeting.results[self._rank]
+        value: T_co = self._meeting.results[self._rank]
         return value
 
 

@@ -17,12 +17,12 @@ from typing import Generic, TypeVar
 from wfbp.comm.arrays import Buffer, Segment, zeroed
 from wfbp.core.types import Op
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 PROBE_LIMIT = 16 << 20
 
 
-class Work(ABC, Generic[T]):
+class Work(ABC, Generic[T_co]):
     """One collective under way; ``nbytes`` is the size of its message."""
 
     nbytes: int = 0
@@ -46,7 +46,7 @@ class Work(ABC, Generic[T]):
         """Make progress without blocking; True once the collective is complete on this rank."""
 
     @property
-    def result(self) -> T:
+    def result(self) -> T_co:
         """The collective's result, None unless overridden; valid once ``test()`` returned True."""
         return None  # type: ignore[return-value]
 
@@ -218,15 +218,15 @@ class HostBackend(Backend):
         raise NotImplementedError
 
 
-class Finished(Work[T]):
+class Finished(Work[T_co]):
     """Work that is complete when made (one rank, or nothing to send)."""
 
-    def __init__(self, result: T) -> None:
+    def __init__(self, result: T_co) -> None:
         self._result = result
 
     def test(self) -> bool:
         return True
 
     @property
-    def result(self) -> T:
+    def result(self) -> T_co:
         return self._result

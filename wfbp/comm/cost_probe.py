@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -41,8 +41,13 @@ BUSY_STREAM = 4
 COLD_BYTES = 16 << 20
 """Repetitions cycle through at least this much memory."""
 
-AwaitWork = Callable[[Work[Any]], Any]
-"""Waits for a work; returns its result."""
+T = TypeVar("T")
+
+
+class AwaitWork(Protocol):
+    """Waits for a work; returns its result."""
+
+    def __call__(self, work: Work[T], /) -> T: ...
 
 
 def probe_sizes(max_bytes: int) -> list[int]:

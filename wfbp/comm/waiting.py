@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
-from wfbp.comm.backend import Backend, T, Work
+from wfbp.comm.backend import Backend, Work
 from wfbp.errors import StallError
+
+T = TypeVar("T")
 
 PR_SET_TIMERSLACK = 29
 PR_GET_TIMERSLACK = 30
@@ -97,11 +99,16 @@ class Waiter:
         self._gap_s: float | None = None
 
     @classmethod
-    def watching(cls, backend: Backend, **clock: Any) -> Waiter:
+    def watching(
+        cls,
+        backend: Backend,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> Waiter:
         """A waiter for a backend's works and its duplicates', on this machine. It assumes
         that all ranks of the host share this rank's cores, until ``crowded`` is set."""
         crowded = backend.local_size > num_cores()
-        return cls(partial(getattr, backend, "activity"), crowded, **clock)
+        return cls(partial(getattr, backend, "activity"), crowded, clock, sleep)
 
     def progressed(self) -> None:
         """Record progress, completion or a start: wait attentively again."""
@@ -197,4 +204,4 @@ def num_cores() -> int:
 
 
 _yield: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-_prctl: Any = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_prctl: Callable[..., int] | None = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -300,7 +300,9 @@ class Exchange:
         """Whether any of these has ended now; they are empty then."""
         return bool(requests and self.channel.mpi.Request.Testsome(requests))
 
-    def _data(self, begin: Any, data: Buffer, peer: int, tag: int) -> list[MPI.Request]:
+    def _data(
+        self, begin: Callable[..., MPI.Request], data: Buffer, peer: int, tag: int
+    ) -> list[MPI.Request]:
         byte, first = self.channel.mpi.BYTE, _HEADER_TAG + 1
         return [begin([piece, byte], peer, first + tag) for piece in split_message(data)]
 

@@ -21,17 +21,19 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from wfbp import native
 from wfbp.comm.arrays import split
-from wfbp.comm.backend import T, Work
+from wfbp.comm.backend import T_co, Work
 from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from mpi4py import MPI
+
+T = TypeVar("T")
 
 _LARGE_BYTES = 4 << 20
 """Start-up times, and bursts that a link lets pass, hardly count in what so many bytes take."""
@@ -68,7 +70,7 @@ class Task(ABC):
 
     nbytes: int
     """Bytes that count towards the channel's window; 0 for an exchange."""
-    work: MpiWork[Any]
+    work: MpiWork[object]
     transfer: native.Transfer | native.Exchange | None = None
     request: MPI.Request | None = None
     """Of the MPI library, which keeps the memory of its collective."""
@@ -103,7 +105,7 @@ class Pace:
     least_s_per_byte: float | None = None
     """From submission to the end."""
 
-    def note_end(self, work: MpiWork[Any]) -> None:
+    def note_end(self, work: MpiWork[object]) -> None:
         """Learn from a work that has ended."""
         if work.nbytes >= _LARGE_BYTES:
             s_per_byte = (time.monotonic() - work.begun_s) / work.nbytes
@@ -188,17 +190,17 @@ class ProgressGroup:
 
 
 @dataclass(eq=False)
-class MpiWork(Work[T]):
+class MpiWork(Work[T_co]):
     """A collective made of tasks."""
 
     channel: Channel
     remaining: int
-    finish: Callable[[], T] | None
+    finish: Callable[[], T_co] | None
     """Makes the result, once the last task is complete."""
     nbytes: int
     place: tuple[str, int] | None = None
     begun_s: float = field(default_factory=time.monotonic)
-    value: T | None = None
+    value: T_co | None = None
     _left: tuple[int, int] = (0, 0)  # tasks, and messages of these that had ended, at the last look
     _moved_s: float = 0.0
 
@@ -223,7 +225,7 @@ class MpiWork(Work[T]):
         return self._moved_s
 
     @property
-    def result(self) -> T:
+    def result(self) -> T_co:
         return self.value  # type: ignore[return-value]
 
 
@@ -270,13 +272,13 @@ class Channel:
         return [2 * (number % (NUM_TAGS // 2)) for number in range(first, first + count)]
 
     def submit(
-        self, nbytes: int, tasks: Sequence[Task], finish: Callable[[], Any] | None = None
-    ) -> MpiWork[Any]:
+        self, nbytes: int, tasks: Sequence[Task], finish: Callable[[], T] | None = None
+    ) -> MpiWork[T]:
         """Queue the tasks of a collective and start those that fit into the window."""
         begun = self.group.begun
         begun[self.name] += 1
         place = self.name, begun[self.name]
-        work: MpiWork[Any] = MpiWork(self, len(tasks), finish, nbytes, place)
+        work = MpiWork(self, len(tasks), finish, nbytes, place)
         if self.group.failure is None:
             for task in tasks:
                 task.work = work
