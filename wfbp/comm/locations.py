@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from wfbp.comm.backend import HostBackend, Work
 from wfbp.comm.memory import Memory
@@ -11,6 +11,9 @@ from wfbp.config import Config
 
 if TYPE_CHECKING:
     from wfbp.comm.device.links import DeviceLinks
+
+
+T = TypeVar("T")
 
 
 class Owner(Protocol):
@@ -32,8 +35,11 @@ class Owner(Protocol):
         """The number of a lane's backend, the same on every rank."""
 
 
-Call = Callable[[Callable[[Any], Work[Any]], str], Any]
-"""Runs one collective on a channel's backend, with a label."""
+class Call(Protocol):
+    """Runs one collective on a channel's backend, with a label."""
+
+    def __call__(self, start: Callable[[HostBackend], Work[T]], label: str, /) -> T: ...
+
 
 Location = Callable[[Owner, HostBackend, Call], Memory]
 """The place of a lane's tensors: makes the lane's memory on this backend; a collective."""

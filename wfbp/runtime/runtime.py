@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from wfbp.comm.backend import Backend, HostBackend
@@ -26,6 +26,10 @@ from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline_files import TraceWriter
 from wfbp.runtime.tuning.network import NetworkCosts
+
+if TYPE_CHECKING:
+    from wfbp.comm.device.links import DeviceLinks
+    from wfbp.runtime.reducer import Reducer
 
 log = logging.getLogger("wfbp")
 
@@ -76,7 +80,7 @@ class Runtime:
         self._idle: set[int] = set()
         self._lanes: dict[int, LaneProtocol] = {}  # those in use, by the number of their backends
         # Reducers, which release their buffers at shutdown().
-        self.users: WeakSet[Any] = WeakSet() if within is None else within.users
+        self.users: WeakSet[Reducer] = WeakSet() if within is None else within.users
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
         self.timeline: TraceWriter | None = None if within is None else within.timeline
@@ -99,9 +103,11 @@ class Runtime:
             self.network.part_of_cores = within.network.part_of_cores
             within._inner.append(self)
         # Held by rank 0 from before any rank begins an operation until every rank has ended it.
-        self._turn: AbstractContextManager[Any] = nullcontext() if self.rank else threading.RLock()
+        self._turn: AbstractContextManager[object] = (
+            nullcontext() if self.rank else threading.RLock()
+        )
         # Attachments of the lanes' memory (``comm/locations``), closed with the runtime.
-        self.attached: list[Any] = []
+        self.attached: list[DeviceLinks] = []
         self.channel = self.channel_on(backend)
         # For lanes made later in a program, when ranks' exchanges may differ in order.
         self.planning_channel = self.channel

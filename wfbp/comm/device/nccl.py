@@ -18,14 +18,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
-from wfbp.comm.backend import HostBackend, Work
+from wfbp.comm.backend import HostBackend, T_co, Work
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.device_backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.waiting import Check, wait
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
+
+T = TypeVar("T")
 
 OPS = {Op.SUM: 0, Op.AVERAGE: 4}
 """``ncclRedOp_t``; the bindings take these numbers, but lack names for some. Gradients need no
@@ -176,13 +178,20 @@ class _Thread:
 
     # Made early: at the end of a process, when communicators end, Python 3.12 starts no thread.
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="wfbp-nccl", daemon=True).start()
 
-    def call(self, act: Callable[[], Any]) -> Future[Any]:
+    def call(self, act: Callable[[], T]) -> Future[T]:
         """Have ``act`` called after the calls before."""
-        result: Future[Any] = Future()
-        self._calls.put((act, result))
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(act())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._calls.put(run)
         return result
 
     def stop(self) -> None:
@@ -191,25 +200,21 @@ class _Thread:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            act, result = call
-            try:
-                result.set_result(act())
-            except BaseException as error:
-                result.set_exception(error)
-            del call, act, result  # or the thread would keep the communicator
+            call()
+            del call  # or the thread would keep the communicator
 
 
-class Joining(Work[Any]):
+class Joining(Work[T_co]):
     """A communicator that is being made, which ends once every rank has joined."""
 
-    def __init__(self, made: Future[Any], who: str) -> None:
+    def __init__(self, made: Future[T_co], who: str) -> None:
         self._made, self._who = made, who
 
     def test(self) -> bool:
         return self._made.done()
 
     @property
-    def result(self) -> Any:
+    def result(self) -> T_co:
         if error := self._made.exception():
             raise BackendError(_not_connected(self._who, _reason(error))) from error
         return self._made.result()

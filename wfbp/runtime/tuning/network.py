@@ -6,10 +6,10 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from wfbp.comm.backend import Backend, Finished, HostBackend
 from wfbp.comm.cost_probe import measure_cost, measure_kappa
+from wfbp.comm.locations import Call
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Operation
 
@@ -49,7 +49,7 @@ class NetworkCosts:
         operations: Sequence[Operation],
         anew: bool,
         lane_backend: Backend | None,
-        call: Callable[[Callable[[Backend], Any], str], Any],
+        call: Call,
     ) -> Costs:
         """Cost curves up to a message size, equal on every rank, each measured once, or ``anew``;
         ``call`` runs one collective. ``lane_backend`` is of a lane that sends nothing now."""
@@ -83,7 +83,7 @@ class NetworkCosts:
                 self._kappas[kind] = self._kappa(max_bytes, budget_s, curves, lane_backend, call)
             if lane_backend is not None:
                 lane_backend.trim()
-        known: dict[str, Any] = {operation.value: c for operation, (_, c) in curves.items()}
+        known = {operation.value: c for operation, (_, c) in curves.items()}
         return Costs(**known, kappa=self._kappas[kind])
 
     def _kappa(
@@ -92,7 +92,7 @@ class NetworkCosts:
         budget_s: float,
         curves: Mapping[Operation, tuple[int, PiecewiseCost]],
         lane_backend: Backend | None,
-        call: Callable[[Callable[[Backend], Any], str], Any],
+        call: Call,
     ) -> float:
         """Kappa of messages that take a core from training."""
         label = "measuring the network's processor time"
@@ -113,7 +113,7 @@ class NetworkCosts:
             )
             return Finished(kappa)
 
-        kappa: float = call(measure, label)
+        kappa = call(measure, label)
         self._log(f"compute takes {1.0 + kappa:.2f} times as long beside messages")
         return kappa
 
@@ -123,13 +123,13 @@ class NetworkCosts:
         max_bytes: int,
         budget_s: float,
         lane_backend: Backend | None,
-        call: Callable[[Callable[[Backend], Any], str], Any],
+        call: Call,
     ) -> PiecewiseCost:
         label = f"measuring the network's {operation.value}"
         check = partial(self._check, label)
         group_s = _GROUP_S if operation is Operation.ALL_REDUCE else _GROUP_S / 2
 
-        def measure(host: Backend) -> Finished[Any]:
+        def measure(host: Backend) -> Finished[tuple[tuple[float, float], ...]]:
             backend = lane_backend or host
             measured = measure_cost(
                 backend, max_bytes=max_bytes, operation=operation, budget_s=budget_s, check=check
