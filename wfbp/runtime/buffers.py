@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import and_, itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -294,7 +293,7 @@ class _Storage:
         self.copies_segments = False
         self.packing: _PieceTable
         self.unpacking: _PieceTable
-        self.tails: list[Any] = []
+        self.tails: list[Buffer] = []
 
     def is_used(self, sources: Sequence[int]) -> bool:
         """Whether the program uses it, or one of these gradients is in it."""

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from wfbp.comm.locations import Location, in_host_memory
-from wfbp.comm.memory import Stamp
+from wfbp.comm.memory import Dependencies, Stamp
 from wfbp.core.cost import Costs
 from wfbp.core.types import TensorSpec
 from wfbp.errors import WfbpError
@@ -37,6 +37,8 @@ from wfbp.runtime.step import (
     StepResult,
 )
 from wfbp.runtime.tuning.tuner import Tuner
+
+T = TypeVar("T")
 
 SAMPLED_STEPS = 16
 """With a chosen plan and no recorder, one step in this many is timed."""
@@ -83,7 +85,7 @@ class Reducer:
         options: ReducerOptions,
         *,
         active: Sequence[bool] | None = None,  # per tensor, whether to expect a gradient
-        compared: Mapping[str, Any] = MappingProxyType({}),  # must be equal on every rank
+        compared: Mapping[str, object] = MappingProxyType({}),  # must be equal on every rank
         location: Location = in_host_memory,  # of the tensors
         fetch: Callable[[int], GradientRef | None] = lambda index: None,
         channel: ControlChannel | None = None,
@@ -280,7 +282,7 @@ class Reducer:
         self._begin(done)
         return reduced
 
-    def _close_step(self, dependencies: Sequence[Any]) -> StepResult:
+    def _close_step(self, dependencies: Dependencies) -> StepResult:
         """Send the rest of the step, and wait until all of it is reduced."""
         thread, lane, step = self._thread, self._lane, self._step
         self._events.append(Close(step, dependencies))
@@ -298,7 +300,7 @@ class Reducer:
         self._number += 1
         return result
 
-    def _take_up_rest(self) -> tuple[bool, Sequence[Any]]:
+    def _take_up_rest(self) -> tuple[bool, Dependencies]:
         """Take up gradients without events; whether the plan's had none, and dependencies."""
         sources, owners, group_of = self._sources, self._owners, self._group_of
         late, all_ready = [], True
@@ -508,10 +510,11 @@ class Reducer:
                 nbytes, tuner.operations, tuner.doubts_costs, backend, call
             )
 
-    def _share(self, compute: Callable[[], Any]) -> Any:
+    def _share(self, compute: Callable[[], T]) -> T:
         """Rank 0's result of ``compute``, in JSON's types; collective."""
-        result = compute() if self._runtime.rank == 0 else None
-        return self.channel.exchange_values(result, "planning")[0]
+        value = compute() if self._runtime.rank == 0 else None
+        result: T = self.channel.exchange_values(value, "planning")[0]
+        return result
 
     # After a step: all-gathers.
 

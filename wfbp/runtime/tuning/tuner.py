@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from statistics import median
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from wfbp.config import Config
 from wfbp.core.cost import Costs
@@ -37,8 +37,15 @@ from wfbp.runtime.tuning.trial import COLD_STEPS, Trial
 
 log = logging.getLogger("wfbp")
 
-Share = Callable[[Callable[[], Any]], Any]
-"""Returns on every rank the function's result on rank 0, in JSON's types."""
+T = TypeVar("T")
+Json = dict[str, Any]
+
+
+class Share(Protocol):
+    """Returns on every rank the function's result on rank 0, in JSON's types."""
+
+    def __call__(self, compute: Callable[[], T], /) -> T: ...
+
 
 _WINDOW_STEPS = 20
 _DRIFT_WINDOWS = 5
@@ -148,7 +155,7 @@ class Tuner:
         self._num_drifted = self._num_drifted + 1 if drifts else 0
         self.wants_round = self._num_drifted >= _DRIFT_WINDOWS
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Json:
         """This rank's contribution to a round."""
         if not self.round_due:
             return {"wants_round": self.wants_round}
@@ -158,7 +165,7 @@ class Tuner:
 
     def decide(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Json],
         measure: Callable[[], Costs],
         share: Share = lambda compute: compute(),
     ) -> None:
@@ -185,7 +192,7 @@ class Tuner:
         self._enter(TuningPhase.PROFILE, replace(self.plan, overlap=False), num_steps)
 
     def _plan_anew(
-        self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs], share: Share
+        self, messages: Sequence[Json], measure: Callable[[], Costs], share: Share
     ) -> None:
         profiles = [Profile(**m["profile"]) for m in messages]
         kept = {spec for spec, times in self._num_joined.items() if times > 1}
@@ -217,7 +224,7 @@ class Tuner:
         self.costs = costs
         self._run_round(share(self._first_round))
 
-    def _first_round(self) -> dict[str, Any]:
+    def _first_round(self) -> Json:
         """The plans to run after the profile; on rank 0."""
         trace, costs = self._measured
         schedule, threshold_bytes = self._options.schedule, self._options.threshold_bytes
@@ -233,7 +240,7 @@ class Tuner:
             self._log(f"trial of {len(plans)} plans, of at most {counted(max_steps, 'step')}")
         return _answer(plans, None, {})
 
-    def _conclude_round(self, ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
+    def _conclude_round(self, ranks: Sequence[Sequence[Sequence[float]]]) -> Json:
         """The plans to run after a round, given each rank's times; on rank 0."""
         trial = self._trial
         by_plan = zip(*ranks, strict=True)  # a step takes as long as on the slowest rank
@@ -262,7 +269,7 @@ class Tuner:
         measured_s = {plan.digest: seconds for plan, seconds in measured}
         return _answer([winner] if winner else trial.plans, kappa, measured_s)
 
-    def _run_round(self, answer: dict[str, Any]) -> None:
+    def _run_round(self, answer: Json) -> None:
         """Run the plans that rank 0 chose for a round, or install the only one."""
         _, costs = self._measured
         plans = [Plan.from_json(plan) for plan in answer["plans"]]
@@ -325,9 +332,7 @@ class Tuner:
             log.info("%s: %s", self._options.name, text)
 
 
-def _answer(
-    plans: Sequence[Plan], kappa: float | None, measured_s: dict[str, float]
-) -> dict[str, Any]:
+def _answer(plans: Sequence[Plan], kappa: float | None, measured_s: dict[str, float]) -> Json:
     return {
         "plans": [plan.to_json() for plan in plans],
         "kappa": kappa,
