@@ -15,19 +15,19 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.plan import Plan
 from wfbp.runtime.measuring import StepTimes
-from wfbp.runtime.timeline_files import save
+from wfbp.runtime.timeline_files import Document, save
 from wfbp.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:  # `wfbp report` reads records without a runtime
     from wfbp.runtime.runtime import Runtime
 
 
-def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
+def make_report(tuner: Tuner, num_steps: int) -> Document:
     """The plan in use and what it costs; times in seconds, None where not yet known."""
     predicted = tuner.predicted
     bound_s = predicted.lower_bound_s if predicted else None
@@ -56,7 +56,7 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
     }
 
 
-def log_summary(name: str, report: dict[str, Any]) -> None:
+def log_summary(name: str, report: Document) -> None:
     """A report in one line, for people."""
 
     def milliseconds(key: str) -> str:
@@ -133,7 +133,7 @@ class Recorder:
                 f"({error.strerror or error}); training continues",
             )
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Document:
         """The document as plain data. There must have been a step."""
         tuner, runtime = self._tuner, self._runtime
         assert self._plan is not None
@@ -182,7 +182,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _iteration(step: StepTimes) -> dict[str, Any]:
+def _iteration(step: StepTimes) -> Document:
     """One iteration; seconds from its beginning, which is the end of the one before."""
 
     def since(stamp: float) -> float | None:

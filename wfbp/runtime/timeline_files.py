@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ FLUSH_S = 0.5
 """Seconds of records that are lost if a process is killed."""
 
 log = logging.getLogger("wfbp")
+
+Facts = dict[str, Any]
+"""An event, or facts about one, in JSON's types."""
+Document = dict[str, Any]
+"""A whole timeline, as :func:`load` returns it, or a recorded run."""
 
 _START = "start_time_since_epoch_in_micros"
 _ROWS = 8
@@ -57,7 +63,7 @@ class TraceWriter:
         self._start_s = time.perf_counter()
         self._monotonic_s = time.monotonic() - self._start_s
         start_us = int((time.time() - offset_s) * 1e6)
-        self._records: deque[tuple[Any, ...]] = deque()
+        self._records: deque[Callable[[], None]] = deque()
         self._optimizers: dict[str, int] = {}  # first rows
         self._operations: dict[str, int] = {}  # rows
         self._ended = False  # records are dropped from then on
@@ -82,12 +88,15 @@ class TraceWriter:
         """Record a step of an optimizer that ran by ``plan``; on its training thread."""
         wanted = self._steps[0] <= number <= self._steps[1] and not self._ended
         if wanted and times.begun_s >= self._start_s:  # else it lacks its beginning
-            self._records.append((optimizer, number, plan, times))
+            self._records.append(partial(self._add_step, optimizer, number, plan, times))
 
     def operation(self, kind: str, name: str, submitted_s: float, ready_s: float) -> None:
         """Record a named operation that ends now; times are of ``time.monotonic``."""
         if not self._ended:
-            self._records.append((kind, name, submitted_s, ready_s, time.monotonic()))
+            end_s = time.monotonic()
+            self._records.append(
+                partial(self._add_operation, kind, name, submitted_s, ready_s, end_s)
+            )
 
     def close(self) -> None:
         """Write what is left, and record no more."""
@@ -104,11 +113,7 @@ class TraceWriter:
         """Write all records; if that fails, warn and record no more."""
         with self._lock:
             while self._records:
-                record = self._records.popleft()
-                if len(record) == 4:
-                    self._add_step(*record)
-                else:
-                    self._add_operation(*record)
+                self._records.popleft()()
             events, self._events = self._events, []
             if self._ended or not events:
                 return
@@ -190,16 +195,16 @@ class TraceWriter:
         self._span(f"NEGOTIATE_{kind.upper()}", row, submitted_s - shift_s, ready_s - shift_s)
         self._span(kind.upper(), row, ready_s - shift_s, end_s - shift_s)
 
-    def _name(self, what: str, row: int, facts: dict[str, Any]) -> None:
+    def _name(self, what: str, row: int, facts: Facts) -> None:
         event = {"name": what, "ph": "M", "pid": self._rank, "tid": row, "args": facts}
         self._events.append(json.dumps(event))
 
     def _span(
-        self, name: str, row: int, start_s: float, end_s: float, facts: dict[str, Any] | None = None
+        self, name: str, row: int, start_s: float, end_s: float, facts: Facts | None = None
     ) -> None:
         if start_s < self._start_s:
             return  # it began before the timeline; viewers take no stamps below 0
-        event: dict[str, Any] = {"name": name, "ph": "X", "pid": self._rank, "tid": row}
+        event: Facts = {"name": name, "ph": "X", "pid": self._rank, "tid": row}
         event["ts"] = round((start_s - self._start_s) * 1e6, 3)
         event["dur"] = round(max(end_s - start_s, 0.0) * 1e6, 3)
         if facts:
@@ -225,14 +230,14 @@ def rank_file(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"timeline.rank{rank}.json"
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def load(path: str | Path) -> Document:
     """A timeline file's ``otherData`` and ``traceEvents``; ``ValueError`` if it is no timeline."""
     try:
         content = _parse(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no timeline: {error}") from None
-    about: Any = None
-    events: Any = None
+    about: object = None
+    events: object = None
     if isinstance(content, list) and content and isinstance(content[0], dict):
         about, events = content[0].get("args"), content  # as a rank writes it
     elif isinstance(content, dict):
@@ -245,7 +250,7 @@ def load(path: str | Path) -> dict[str, Any]:
     return {"otherData": about, "traceEvents": events}
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str) -> object:
     whole = text[: text.rfind(",\n")] if ",\n" in text else text  # without a partial event
     for complete in (text, f"{text}\n]"):
         with suppress(json.JSONDecodeError):
@@ -257,15 +262,16 @@ _MOST_US = 1e18
 """Thirty thousand years; JSON's whole numbers have no limit."""
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= _MOST_US
+def _is_number(value: object) -> bool:
+    is_bool = isinstance(value, bool)
+    return isinstance(value, (int, float)) and not is_bool and abs(value) <= _MOST_US
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and _is_number(value)
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and _is_number(value)
 
 
-def _is_event(event: Any) -> bool:
+def _is_event(event: object) -> bool:
     """Whether it has what is read of it."""
     if not (isinstance(event, dict) and isinstance(event.get("name"), str)):
         return False
@@ -285,21 +291,21 @@ def _is_event(event: Any) -> bool:
     return event.get("ph") in ("X", "i") and all(map(_is_number, map(event.get, numbers)))
 
 
-def save(document: dict[str, Any], path: str | Path) -> None:
+def save(document: Document, path: str | Path) -> None:
     """Write a document, whole or not at all."""
     target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.partial")
     text = json.dumps(document, allow_nan=False)
     try:
-        partial.write_text(text)
-        os.replace(partial, target)
+        unfinished.write_text(text)
+        os.replace(unfinished, target)
     except OSError as error:
         with suppress(OSError):
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(target)) from None
 
 
-def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge(documents: Sequence[Document]) -> Document:
     """One document of several, as :func:`load` returns them, on the clock of the first."""
     starts_us = [d["otherData"][_START] for d in documents]
     earliest_us = min(starts_us, default=0)
@@ -312,13 +318,13 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"otherData": {_START: earliest_us}, "traceEvents": events}
 
 
-def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
+def summarize(document: Document) -> list[Facts]:
     """Median seconds by rank and optimizer, of the steps by its last plan.
 
     ``hidden`` is the hidden share of communication.
     """
     names: dict[tuple[int, int], str] = {}
-    events: dict[tuple[int, str], dict[int, list[dict[str, Any]]]] = {}
+    events: dict[tuple[int, str], dict[int, list[Facts]]] = {}
     for event in document["traceEvents"]:
         if event["ph"] == "M" and event["name"] == "thread_name":
             names[event["pid"], event["tid"]] = event["args"]["name"]
@@ -335,7 +341,7 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
         taken = [_times_of(steps[number]) for number in numbers]
         ends = {step: times["end_s"] for step, times in zip(numbers, taken, strict=True)}
         lengths = [ends[step] - ends[step - 1] for step in ends if step - 1 in ends]
-        row: dict[str, Any] = {"rank": rank, "optimizer": engine, "steps": len(numbers)}
+        row: Facts = {"rank": rank, "optimizer": engine, "steps": len(numbers)}
         row |= {"first_step": numbers[0], "last_step": numbers[-1]}
         row["iteration_s"] = statistics.median(lengths) if lengths else None
         for key in ("forward_s", "backward_s", "update_s", "exposed_s", "communication_s"):
@@ -347,7 +353,7 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _by_last_plan(steps: Mapping[int, Sequence[dict[str, Any]]]) -> list[int]:
+def _by_last_plan(steps: Mapping[int, Sequence[Facts]]) -> list[int]:
     """The last steps that ran by the same plan: those of a profile and a trial are left out."""
     plans = {
         number: event["args"].get("plan")
@@ -365,7 +371,7 @@ _WAITS = (_WAIT, "wait for parameters")
 _COMPUTE = ("forward", "backward", "update", "forward and backward", "pack")
 
 
-def _times_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+def _times_of(events: Iterable[Facts]) -> dict[str, float]:
     """Seconds of one step's events by what they are."""
     times = dict.fromkeys(("forward_s", "backward_s", "update_s", "exposed_s", "end_s"), 0.0)
     spans = []

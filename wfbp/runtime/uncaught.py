@@ -22,8 +22,8 @@ exit_status = 0
 """What the program gave ``sys.exit()``, which no exception hook and no exit handler is told."""
 _python_exit = sys.exit
 
-_Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], Any]
-_ThreadHook = Callable[[threading.ExceptHookArgs], Any]
+_Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
+_ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 _previous: tuple[_Hook, _ThreadHook] | None = None
 """The earlier hooks; None unless this module's are installed."""
