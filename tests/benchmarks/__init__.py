@@ -1,6 +1,6 @@
-"""Benchmarks, by which wfbp is judged: ``python -m tests.benchmarks NAME``.
+"""Benchmarks of wfbp: ``python -m tests.benchmarks NAME``.
 
-``machine`` and ``harness`` are what they share; ``torch_contestants`` and ``jax_contestants`` have
+``machine``, ``jobs`` and ``turns`` are what they share; ``models`` and ``jax_contestants`` have
 models and contestants, ``*_worker`` are what ranks run; every other file is one benchmark, and
 ``validation`` compares the model of time with published measurements.
 """

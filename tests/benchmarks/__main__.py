@@ -22,6 +22,7 @@ BENCHMARKS = {
     "jax": "iterations of jitted steps against other ways; overlap; cost per leaf",
     "memory": "optimizer state and peak memory with sharded updates",
     "gpu": "packing and training on a CUDA device",
+    "halves": "gradients in 16 bits, against DDP's hook",
     "backend": "DDP, FSDP2 and collectives of torch.distributed by wfbp, against gloo",
     "upstream": "PyTorch's own tests of its process groups, under gloo and under wfbp",
     "stress": "10,000 asynchronous operations on overlapping groups of torch.distributed",

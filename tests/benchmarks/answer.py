@@ -16,10 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.benchmarks.machine import print_table
-from tests.benchmarks.plan import environment
+from tests.benchmarks.machine import environment, print_facts
 from tests.benchmarks.scaling import DATA
 from wfbp.cli.inputs import EXAMPLE_TRACES
+from wfbp.cli.tables import print_table
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_table(
         f"wfbp plan {arguments.trace.name} --json: median seconds (largest) of "
         f"{arguments.rounds}; target {LIMIT_S} s",
-        ("schedule", *kinds()),
+        ("<schedule", *kinds()),
         [
             (
                 schedule,
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for schedule in schedules
         ],
     )
-    print(", ".join(f"{key} {value}" for key, value in environment().items()))
+    print_facts(environment())
     return 0
 
 

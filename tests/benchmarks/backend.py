@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,16 +23,14 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import nn
 
-from tests.benchmarks.machine import print_table
-from tests.benchmarks.torch_contestants import MODELS, loss
+from tests.benchmarks.models import MODELS, loss
+from tests.benchmarks.turns import Step, in_turns
+from wfbp.cli.tables import print_table
 from wfbp.config import num_bytes
 from wfbp.torch.distributed import register
 
 BACKENDS = ("gloo", "wfbp")
 SIZES = ["4K", "64K", "1M", "4M", "16M", "64M"]
-BLOCK_S = 0.5
-
-Step = Callable[[], object]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -71,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
             for title, walls, cpus in rows
         ]
         title = f"{dist.get_world_size()} ranks, ms"
-        print_table(title, ["what", *BACKENDS, "MPI", "ratio", "CPU ratio"], shown)
+        print_table(title, ["<what", *BACKENDS, "MPI", "ratio", "CPU ratio"], shown)
     dist.destroy_process_group()
 
 
@@ -129,28 +126,9 @@ def _collectives(nbytes: int, groups: dict[str, Any]) -> dict[str, dict[str, Ste
 
 
 def _compare(steps: dict[str, Step], rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds, and CPU seconds of a rank, per call of each contestant; in turns."""
-    repeats = {}
-    for name, step in steps.items():
-        for _ in range(3):
-            step()
-        repeats[name] = max(1, min(200, int(BLOCK_S / 4 / _block(step, 2)[0])))
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for number in range(rounds):
-        for name in list(steps)[:: 1 if number % 2 else -1]:
-            times[name].append(_block(steps[name], repeats[name]))
-    walls = {name: statistics.median(wall for wall, _ in pairs) for name, pairs in times.items()}
-    cpus = {name: statistics.median(cpu for _, cpu in pairs) for name, pairs in times.items()}
+    """Median seconds, and CPU seconds of a rank, per call of each contestant."""
+    walls, cpus = (
+        {name: statistics.median(times) for name, times in found.items()}
+        for found in in_turns(steps, rounds)
+    )
     return walls, cpus
-
-
-def _block(step: Step, repeats: int) -> tuple[float, float]:
-    """Seconds per call on the slowest rank, and mean CPU seconds."""
-    world = MPI.COMM_WORLD
-    world.Barrier()
-    begin, cpu = time.perf_counter(), time.process_time()
-    for _ in range(repeats):
-        step()
-    wall_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
-    wall_s = world.allreduce(wall_s, MPI.MAX)
-    return wall_s / repeats, world.allreduce(cpu_s) / world.size / repeats

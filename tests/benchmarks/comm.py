@@ -11,40 +11,29 @@ size of the backend's chunks and of what is under way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from wfbp.comm.arrays import Buffer, split
-from wfbp.comm.backend import Backend
-from wfbp.comm.waiting import Waiter, wait
-from wfbp.core.types import Op, Operation
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 import argparse
 import json
 import os
-import platform
-import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
 
-from tests.benchmarks.machine import print_table, thread_seconds, usage
-from wfbp.comm.backend import Work
+import numpy as np
+from mpi4py import MPI
+
+from tests.benchmarks.machine import environment, print_facts, thread_seconds, usage
+from wfbp.cli.tables import print_table
+from wfbp.comm.arrays import Buffer, split
+from wfbp.comm.backend import Backend, Work
 from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.comm.mpi.transfers import Chunking
-from wfbp.comm.waiting import sharp_naps
+from wfbp.comm.waiting import Waiter, sharp_naps, wait
 from wfbp.config import Config
+from wfbp.core.types import Op, Operation
 from wfbp.runtime.progress.thread import THREAD_NAME
 from wfbp.runtime.runtime import Runtime
 
@@ -82,8 +71,6 @@ def wanted(operation: Operation, numel: int, rank: int, size: int) -> Buffer:
 
 def contestants(comm: MPI.Comm, backend: Backend) -> list[Contestant]:
     """The library's blocking collectives, all-reduce also in chunks, and the backend's."""
-    from mpi4py import MPI
-
     waiter = Waiter.watching(backend)
     rank, size = backend.rank, backend.size
     reduce, scatter, gather = Operation
@@ -174,8 +161,6 @@ def sweep(comm: MPI.Comm) -> list[Contestant]:
             _all,
         )
 
-    from mpi4py import MPI
-
     def whole(data: Buffer) -> None:
         comm.Allreduce(MPI.IN_PLACE, data)
 
@@ -206,21 +191,16 @@ class Stream:
     cpu_share: float
 
 
-def measure_streams(
-    backend: Backend, bits_per_s: float, num_rounds: int, nap_s: float | None = None
-) -> Iterator[Stream]:
+def measure_streams(backend: Backend, bits_per_s: float, num_rounds: int) -> Iterator[Stream]:
     """Time streams alternately; between two hosts each byte crosses once each way.
 
     Args:
         backend: spoken to by this thread only.
         bits_per_s: what the link can carry, each way.
         num_rounds: of every kind of stream.
-        nap_s: of every nap, if not as the runtime does.
     """
     data = np.ones(TOTAL_BYTES // 4, np.float32)
     waiter = Waiter.watching(backend)
-    if nap_s is not None:
-        waiter.nap_s = lambda urgent, expected_s: nap_s  # type: ignore[method-assign]
     # Bytes that each host must send per byte of message, at the least.
     num_hosts = max(2, backend.size // backend.local_size)
     ideal_s = 2 * (num_hosts - 1) / num_hosts * TOTAL_BYTES * 8 / bits_per_s
@@ -327,19 +307,9 @@ def _share(action: Callable[[], object]) -> float:
 
 
 def machine(comm: MPI.Comm) -> dict[str, str]:
-    """What it was measured on."""
-    from mpi4py import MPI
-
-    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return {
-        "ranks": str(comm.size),
-        "mpi": MPI.Get_library_version().splitlines()[0].split(",")[0].replace("\t", " ").strip(),
-        "cpu": models[0] if models else platform.machine(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "python": platform.python_version(),
-        "mpi4py": metadata.version("mpi4py"),
-        "numpy": metadata.version("numpy"),
-    }
+    """Ranks, MPI library, hardware, and versions."""
+    library = MPI.Get_library_version().splitlines()[0].split(",")[0].replace("\t", " ").strip()
+    return {"ranks": str(comm.size), "mpi": library, **environment("mpi4py")}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -349,21 +319,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
     parser.add_argument("--gbit", type=float, help="Gbit/s of the link between the ranks")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--chunk-kib", type=int, help="another size of chunks for the backend")
-    parser.add_argument("--window", type=int, default=1, help="chunks under way at once, with it")
     parser.add_argument("--sweep", action="store_true", help="all-reduces by size of chunks alone")
-    parser.add_argument("--nap-us", type=int, help="naps of one length in the streams")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 2:
         parser.error(f"--rounds is {arguments.rounds}: expected at least 2")
-    chunking = None
-    if arguments.chunk_kib:
-        nbytes = arguments.chunk_kib << 10
-        chunking = Chunking(chunk_bytes=nbytes, window_bytes=arguments.window * nbytes)
-    nap_s = 1e-6 * arguments.nap_us if arguments.nap_us else None
-    backend = MpiBackend(chunking=chunking)
-    from mpi4py import MPI
-
+    backend = MpiBackend()
     comm = MPI.COMM_WORLD.Dup()
     if arguments.sweep:
         timings = measure(comm, sweep(comm), arguments.max_bytes, arguments.rounds)
@@ -380,7 +340,7 @@ def main(argv: Sequence[str]) -> int:
             timings += measure(comm, ways, nbytes, num_rounds)
     streams: list[Stream] = []
     if arguments.gbit:
-        streams += measure_streams(backend, 1e9 * arguments.gbit, arguments.rounds, nap_s)
+        streams += measure_streams(backend, 1e9 * arguments.gbit, arguments.rounds)
     foreign = before.foreign_cores(usage(processes))
     shares = cpu_shares(comm, backend)
     if comm.rank == 0:
@@ -403,14 +363,14 @@ def _show(
         document["streams"] = [asdict(s) for s in streams]
         print(json.dumps(document, indent=2))
         return
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    print_facts(facts)
     whole = [t for t in timings if t.operation == Operation.ALL_REDUCE.value]
     _print_timings("All-reduce", whole)
     _print_timings("Its halves", [t for t in timings if t not in whole])
     if streams:
         print_table(
             "Streams of 32 MiB: payload over what the link can carry",
-            ("message", "training", "median", "slowest", "share of a core"),
+            ("<message", "<training", "median", "slowest", "share of a core"),
             [
                 (_size(s.nbytes), "blocked" if s.urgent else "computes", f"{s.rate:.3f}",
                  f"{s.least_rate:.3f}", f"{s.cpu_share:.0%}")
@@ -419,7 +379,7 @@ def _show(
         )  # fmt: skip
     print_table(
         f"Communication thread, share of a core over {LATE_S:g} s",
-        ("state", "share"),
+        ("<state", "share"),
         [(state, f"{share:.1%}") for state, share in shares.items()],
     )
 
@@ -429,10 +389,10 @@ def _show_sweep(facts: dict[str, str], timings: Sequence[Timing], as_json: bool)
         rows = [asdict(t) for t in timings]
         print(json.dumps({"benchmark": "comm sweep", "machine": facts, "timings": rows}, indent=2))
         return
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    print_facts(facts)
     print_table(
         f"All-reduces of {timings[0].nbytes:,} bytes, milliseconds",
-        ("chunk, under way", "median", "spread", "least"),
+        ("<chunk, under way", "median", "spread", "least"),
         [
             (t.contestant, *(f"{1e-3 * us:.2f}" for us in (t.median_us, t.spread_us, t.least_us)))
             for t in timings

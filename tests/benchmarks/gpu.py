@@ -1,11 +1,10 @@
 """``python -m tests.benchmarks gpu``: packing and training on one CUDA device.
 
-Three parts. *pack*: filling and emptying fusion buffers, against a copy of the same bytes. *one*:
-what wrapping an optimizer costs a single rank that exchanges with itself by NCCL, against the bare
-optimizer and against PyTorch DDP, which does the same. *two*: two ranks that share the device;
-every schedule must train what a plain all-reduce on the host trains, and steps are timed against
-DDP, whose ranks share it in the same way. Sharing a device is for correctness: its times say
-nothing about two devices.
+Three parts. `pack` fills and empties fusion buffers, and compares with a copy of the same bytes.
+`one` is a single rank that exchanges with itself by NCCL: it compares wfbp with the bare optimizer,
+and with PyTorch DDP, which does the same. In `two`, two ranks share the device. Every schedule must
+train what a plain all-reduce on the host trains, and is timed against DDP, whose ranks share it in
+the same way. Sharing a device is for correctness: its times say nothing about two devices.
 """
 
 from __future__ import annotations
@@ -13,30 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
-import shlex
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.harness import AUTO, NO_COMMUNICATION, Target
-from tests.benchmarks.machine import print_table, run_job
+from tests.benchmarks.jobs import document_of
+from tests.benchmarks.machine import environment
 from tests.benchmarks.pack import Mix, resnet50_sizes
+from wfbp.cli.tables import print_table
 from wfbp.core.plan import layout
+from wfbp.core.planners import PLANNERS
 from wfbp.core.types import item_bytes
 from wfbp.cuda.pack import CudaKernels, DevicePackTable
-
-if TYPE_CHECKING:
-    from tests.benchmarks.harness import Target
-
 
 ROUND_MS = 2.0
 
@@ -192,78 +185,7 @@ def _time(
     return samples
 
 
-DDP = "ddp-25"
-TIMED = (NO_COMMUNICATION, DDP, AUTO)
-"""Contestants whose steps are timed; the others are only compared."""
-
-ENOUGH_ROUNDS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """One model, trained by every contestant.
-
-    Args:
-        model: its name.
-        title: for tables.
-        num_tensors: of its gradient.
-        num_bytes: of its gradient.
-        num_ranks: that trained together, all on one device.
-        step_s: by contestant, seconds per step in each round.
-        differences: of parameters from the reference's, by contestant, relative to their norm.
-        reports: what wfbp's optimizers know of themselves, by contestant.
-    """
-
-    model: str
-    title: str
-    num_tensors: int
-    num_bytes: int
-    num_ranks: int
-    step_s: dict[str, tuple[float, ...]]
-    differences: dict[str, float | None]
-    reports: dict[str, dict[str, Any]]
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Training:
-        """From what :meth:`to_json` made."""
-        rounds = {name: tuple(values) for name, values in data["step_s"].items()}
-        return cls(**{**data, "step_s": rounds})
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    def ratio(self, name: str, other: str) -> float | None:
-        """A contestant's step over another's, median of the rounds; None where one is absent."""
-        if name not in self.step_s or other not in self.step_s:
-            return None
-        pairs = zip(self.step_s[name], self.step_s[other], strict=True)
-        return statistics.median(mine / its for mine, its in pairs)
-
-
-def pack_targets(timings: Sequence[Timing]) -> Iterator[Target]:
-    """Bandwidth of large groups, and time of small ones."""
-    found = {(timing.mix, timing.way): timing for timing in timings}
-    for way in (PACK, UNPACK):
-        large, tiny = found[LARGE.name, way], found[TINY.name, way]
-        yield Target(LARGE.name, f"{way}: over {COPY}", large.of_copy, 1 / 0.85, True)
-        yield Target(TINY.name, f"{way}: microseconds", tiny.median_us, 10.0, True)
-
-
-def training_targets(runs: Sequence[Training]) -> Iterator[Target]:
-    """What wrapping costs; and that nothing is slower than DDP."""
-    for run in runs:
-        where = f"{run.model}, {run.num_ranks} rank{'s' if run.num_ranks > 1 else ''}"
-        judged = [("auto over DDP", run.ratio(AUTO, DDP), 1.0)]
-        if run.num_ranks == 1:
-            bare = run.ratio(AUTO, NO_COMMUNICATION)
-            judged.append(("auto over the bare optimizer", bare, 1.01))
-        for what, value, limit in judged:
-            if value is not None:
-                decided = len(run.step_s[AUTO]) >= ENOUGH_ROUNDS
-                yield Target(where, what, value, limit, decided)
-
-
+ALONE, DDP, AUTO = TIMED = ("none", "ddp-25", "wfbp-auto")
 PARTS = ("pack", "one", "two")
 MODELS = ("resnet50", "gpt")
 REHEARSED = "mlp-tiny"
@@ -272,19 +194,24 @@ PACKAGES = ("wfbp", "torch", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12",
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the parts, print tables and targets; exit status 1 where it could not."""
+    """Run the parts, print tables; exit status 1 where it could not."""
     options = arguments(words)
     missing = "" if options.rehearse else lacking()
     if missing:
         print(f"tests.benchmarks gpu: {missing}", file=sys.stderr)
         return 1
+    document: dict[str, Any] = {"benchmark": "gpu", "pack": [], "training": []}
+    document["machine"] = {} if options.rehearse else machine()
 
-    timings: list[Timing] = []
-    trainings: list[Training] = []
+    def write() -> None:
+        if options.json:
+            Path(options.json).write_text(json.dumps(document, indent=2))
+
     if "pack" in options.parts and not options.rehearse:
         timings = measure(options.rounds)
         show_timings(timings)
-        write(options, timings, trainings)
+        document["pack"] = [asdict(timing) for timing in timings]
+        write()
     failed = False
     for part, num_ranks in (("one", 1), ("two", 2)):
         for model in options.models if part in options.parts else ():
@@ -292,51 +219,10 @@ def main(words: Sequence[str]) -> int:
             if training is None:
                 failed = True
                 continue
-            trainings.append(training)
             show_training(training)
-            write(options, timings, trainings)
-    if options.rehearse:
-        print("a rehearsal judges nothing")
-    else:
-        targets = targets_of(timings, trainings)
-        show_targets(targets)
-        print(verdicts(targets))
+            document["training"].append(training)
+            write()
     return int(failed)
-
-
-def targets_of(timings: Sequence[Timing], trainings: Sequence[Training]) -> list[Target]:
-    """What was promised of all that was measured."""
-    return [*(pack_targets(timings) if timings else ()), *training_targets(trainings)]
-
-
-def verdicts(targets: Sequence[Target]) -> str:
-    """All targets in one line, those that are not met by name.
-
-    Example:
-        >>> verdicts([Target("gpt", "auto over DDP", 1.02, 1.0, True)])
-        'targets: 0 of 1 met; gpt: auto over DDP 1.020, limit 1.000: missed'
-    """
-    rest = [target for target in targets if target.verdict != "met"]
-    named = [f"{t.model}: {t.what} {t.value:.3f}, limit {t.limit:.3f}: {t.verdict}" for t in rest]
-    met = f"targets: {len(targets) - len(rest)} of {len(targets)} met"
-    return "; ".join([met, *named])
-
-
-def write(
-    options: argparse.Namespace, timings: Sequence[Timing], trainings: Sequence[Training]
-) -> None:
-    """Keep what has been measured until now, if there is a file for it."""
-    if not options.json:
-        return
-    targets = [] if options.rehearse else targets_of(timings, trainings)
-    document = {
-        "benchmark": "gpu",
-        "machine": {} if options.rehearse else machine(),
-        "pack": [asdict(timing) for timing in timings],
-        "training": [training.to_json() for training in trainings],
-        "targets": [{**asdict(target), "verdict": target.verdict} for target in targets],
-    }
-    Path(options.json).write_text(json.dumps(document, indent=2))
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -346,11 +232,6 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--rounds", type=int, default=30, help="per contestant (default: 30)")
     parser.add_argument("--json", help="file for all that was measured, written after each part")
-    parser.add_argument(
-        "--timed-only",
-        action="store_true",
-        help="two ranks: only what is timed, not every schedule",
-    )
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -379,63 +260,36 @@ def lacking() -> str:
     return ""
 
 
-def train(model: str, num_ranks: int, options: argparse.Namespace) -> Training | None:
-    """Start the ranks for one model; None where they failed (they have said why)."""
-    from tests.benchmarks.harness import NO_COMMUNICATION, Settings, is_wfbp
-    from tests.benchmarks.torch_contestants import CONTESTANTS, PER_TENSOR
-    from tests.benchmarks.training import launch_command, rank_environment
-
-    if num_ranks == 1:
-        contestants = [PER_TENSOR, *TIMED]
-    else:
-        timed = [name for name in TIMED if name != NO_COMMUNICATION]
-        schedules = [name for name in CONTESTANTS if is_wfbp(name) and name not in timed]
-        contestants = [PER_TENSOR, *timed, *(() if options.timed_only else schedules)]
+def train(model: str, num_ranks: int, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Measurements of one model by ranks; None where they failed (they have said why)."""
+    names: Iterable[str] = TIMED
+    if num_ranks > 1:
+        names = dict.fromkeys([DDP, AUTO, *(f"wfbp-{schedule}" for schedule in PLANNERS)])
         model = model if options.rehearse else f"{model}-small"
-    with tempfile.TemporaryDirectory(prefix="wfbp-bench-") as directory:
-        result, file = Path(directory, "result.json"), Path(directory, "settings.json")
-        Settings(
-            model=model,
-            contestants=tuple(contestants),
-            iterations=options.rounds,
-            patience=1.0,
-            max_foreign_cores=1.0,
-            warm_up_steps=400,
-            link="none",
-            interface="",
-            result=str(result),
-        ).save(file)
-        device = "cpu" if options.rehearse else "cuda"
-        program = [sys.executable, "-m", "tests.benchmarks.gpu_worker", str(file), device]
-        command = [*launch_command("none", num_ranks), *program]
-        own = {"WFBP_EXCHANGE_ALONE": "1"}  # else a single rank would exchange nothing
-        if options.rehearse:
-            own["WFBP_TRIAL_STEPS"] = "1"
-        status = run_job(command, rank_environment() | own, TIMEOUT_S)
-        if status or not result.exists():
-            told = shlex.join(command)
-            print(f"{model}: failed with status {status}: {told}", file=sys.stderr)
-            return None
-        return Training.from_json(json.loads(result.read_text()))
+    device = "cpu" if options.rehearse else "cuda"
+    words = ["-m", "tests.benchmarks.gpu_worker", model, ",".join(names)]
+    variables = {"WFBP_EXCHANGE_ALONE": "1"}  # else a single rank would exchange nothing
+    if options.rehearse:
+        variables["WFBP_TRIAL_STEPS"] = "1"
+    return document_of(
+        [*words, str(options.rounds), device],
+        ranks=num_ranks,
+        variables=variables,
+        timeout_s=TIMEOUT_S,
+    )
 
 
 def machine() -> dict[str, str]:
-    """What it was measured on."""
+    """The device and its software."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
-    found = {
+    return {
         "gpu": properties["name"].decode(),
         "driver": str(cupy.cuda.runtime.driverGetVersion()),
         "cuda": str(cupy.cuda.runtime.runtimeGetVersion()),
-        "python": platform.python_version(),
+        **environment(*PACKAGES),
     }
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def show_timings(timings: Sequence[Timing]) -> None:
@@ -444,7 +298,7 @@ def show_timings(timings: Sequence[Timing]) -> None:
         mine = [timing for timing in timings if timing.mix == mix]
         print_table(
             f"{mix}, {mine[0].nbytes / 1e6:.2f} MB",
-            ("way", "median us", "spread", "GB/s", "of copy's time"),
+            ("<way", "median us", "spread", "GB/s", "of copy's time"),
             [
                 (
                     timing.way,
@@ -458,30 +312,26 @@ def show_timings(timings: Sequence[Timing]) -> None:
         )
 
 
-def show_training(training: Training) -> None:
+def ratio(seconds: dict[str, list[float]], name: str, other: str) -> str:
+    """A contestant's step over another's, median of the rounds."""
+    if other not in seconds:
+        return "-"
+    pairs = zip(seconds[name], seconds[other], strict=True)
+    return f"{statistics.median(mine / its for mine, its in pairs):.3f}"
+
+
+def show_training(training: dict[str, Any]) -> None:
     """A table of a model's contestants."""
-    from tests.benchmarks.harness import NO_COMMUNICATION
-
-    rows = []
-    for name, difference in training.differences.items():
-        steps = training.step_s.get(name)
-        time = "-" if steps is None else f"{1e3 * statistics.median(steps):.2f}"
-        ratios = [training.ratio(name, other) for other in (NO_COMMUNICATION, DDP)]
-        shown = ["-" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        rows.append((name, time, *shown, "-" if difference is None else f"{difference:.0e}"))
-    ranks = "one rank" if training.num_ranks == 1 else f"{training.num_ranks} ranks on one device"
-    print_table(
-        f"{training.title}: {training.num_tensors} tensors, {training.num_bytes / 1e6:.1f} MB, "
-        f"{ranks}",
-        ("contestant", "median ms", "of bare", "of DDP", "difference"),
-        rows,
-    )
-
-
-def show_targets(targets: Sequence[Target]) -> None:
-    """What was promised, and what came of it."""
-    print_table(
-        "targets",
-        ("where", "what", "measured", "limit", "verdict"),
-        [(t.model, t.what, f"{t.value:.3f}", f"{t.limit:.3f}", t.verdict) for t in targets],
-    )
+    seconds = training["seconds"]
+    rows = [
+        (
+            name,
+            f"{1e3 * statistics.median(times):.2f}",
+            ratio(seconds, name, ALONE),
+            ratio(seconds, name, DDP),
+        )
+        for name, times in seconds.items()
+    ]
+    ranks = "one rank" if training["ranks"] == 1 else f"{training['ranks']} ranks on one device"
+    headings = ("<contestant", "median ms", "of bare", "of DDP")
+    print_table(f"{training['title']}, {ranks}", headings, rows)

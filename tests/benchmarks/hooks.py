@@ -23,7 +23,7 @@ from typing import TypedDict
 import torch
 
 import wfbp.torch as wfbp
-from tests.benchmarks.machine import print_table
+from wfbp.cli.tables import print_table
 
 WIDTH = 8
 SCHEDULES = ("single", "threshold", "layerwise")
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             print_table(
                 f"Cost of one hook, {2 * arguments.layers} tensors, {wfbp.size()} ranks",
-                ("schedule", "CPU us", "wall us"),
+                ("<schedule", "CPU us", "wall us"),
                 [(r["schedule"], f"{r['cpu_us']:.2f}", f"{r['wall_us']:.2f}") for r in rows],
             )
 
@@ -77,7 +77,7 @@ def _alone(steps: int, as_json: bool) -> None:
         return
     print_table(
         "A step on one rank",
-        ("model", "bare us", "wrapped us", "added"),
+        ("<model", "bare us", "wrapped us", "added"),
         [
             (
                 r["model"],

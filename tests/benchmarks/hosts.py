@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from tests.benchmarks.machine import print_table
+from wfbp.cli.tables import print_table
 from wfbp.comm.arrays import split
 from wfbp.comm.backend import Backend
 from wfbp.comm.mpi.mpi_backend import MpiBackend
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     elif levels.rank == 0:
         print_table(
             f"{levels.size} ranks on {len(hosts)} hosts",
-            ("collective", "MiB", "two levels ms", "alone ms", "ratio", "predicted ms"),
+            ("<collective", "MiB", "two levels ms", "alone ms", "ratio", "predicted ms"),
             [
                 (
                     name,

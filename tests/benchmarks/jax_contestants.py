@@ -231,9 +231,6 @@ class Contestant:
         """Whether the contestant has stopped choosing how to communicate."""
         return True
 
-    def rest(self) -> None:
-        """Leave nothing under way: each step waits for its results."""
-
 
 class MpiFlat(Contestant):
     """All gradients in one vector, one blocking all-reduce between two compiled programs."""
@@ -256,7 +253,7 @@ class MpiFlat(Contestant):
 
 
 class Mpi4jax(Contestant):
-    """mpi4jax's all-reduce within the compiled step, behind backward."""
+    """mpi4jax's all-reduce within the compiled step, after backward."""
 
     def gradients(self, params: Params, batch: Batch) -> Params:
         import mpi4jax

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import wfbp.jax as wfbp
 from tests.benchmarks.jax_contestants import mlp
 from tests.benchmarks.jax_overlap import emulated, interleaved, medians, settle
-from tests.benchmarks.machine import print_table
+from wfbp.cli.tables import print_table
 from wfbp.config import Config
 
 LEAVES = (40, 160)
@@ -42,7 +42,7 @@ def main(rounds: int) -> int:
         rows.append((schedule, f"{each_us:.2f}", f"{fixed_us:.0f}", f"{LIMIT_US:g}", verdict))
     print_table(
         f"What wfbp.jax adds to a step, from {LEAVES[0]} and {LEAVES[1]} leaves",
-        ("schedule", "us per leaf", "us per step", "at most", ""),
+        ("<schedule", "us per leaf", "us per step", "at most", ""),
         rows,
     )
     return 0

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 
 import wfbp.jax as wfbp
 from tests.benchmarks.jax_contestants import Params, mlp
-from tests.benchmarks.machine import print_table
 from tests.support.emulated_link import Curve, EmulatedLink
+from wfbp.cli.tables import print_table
 from wfbp.config import Config
 from wfbp.runtime.recorder import KEPT_ITERATIONS
 
@@ -125,7 +125,7 @@ def main(folder: Path | None, rounds: int) -> int:
     print_table(
         f"{DEPTH} layers, {num_bytes / 1e6:.1f} MB, {link_s * 1e3:.1f} ms on the link: "
         f"{SHARE:.0%} of backward",
-        ("step", "groups", "median ms", "of the communication exposed", "at most", ""),
+        ("<step", "groups", "median ms", "of the communication exposed", "at most", ""),
         [_row(name, times, link_s, groups) for name in times],
     )
     print(timeline(recorded))

@@ -1,19 +1,20 @@
-"""One rank of the JAX benchmark: warm up, check equality, time.
+"""One rank of the JAX benchmark: warm up, check equality, time; rank 0 prints JSON.
 
-``mpirun -np 2 python -m tests.benchmarks.jax_worker SETTINGS.json``; the command
-``python -m tests.benchmarks jax`` starts it. All contestants live in one set of processes, and
-only the one being timed works.
+``mpirun -np 2 python -m tests.benchmarks.jax_worker MODEL CONTESTANTS ROUNDS INTERFACE``; the
+command ``python -m tests.benchmarks jax`` starts it. All contestants are in one set of processes,
+and only the one being timed works.
 """
 
 from __future__ import annotations
 
 import fcntl
-import os
+import json
 import socket
 import struct
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import jax
@@ -22,14 +23,6 @@ import numpy as np
 from mpi4py import MPI
 
 import wfbp.jax as wfbp
-from tests.benchmarks.harness import (
-    Settings,
-    check_link_carried,
-    run,
-    time_blocks,
-    warm_up,
-    write_result,
-)
 from tests.benchmarks.jax_contestants import (
     CONTESTANTS,
     FLAT,
@@ -40,92 +33,86 @@ from tests.benchmarks.jax_contestants import (
     Contestant,
     Params,
 )
-from tests.benchmarks.machine import usage
-from tests.benchmarks.torch_worker import (
-    LEARNING_RATE,
-    NUM_STEPS,
-    TOLERANCE,
-    TOLERANCE_OF_CHANGE,
-)
+from tests.benchmarks.turns import in_turns
 
 NUM_BATCHES = 4
+NUM_STEPS = 3
+"""Steps after which parameters are compared."""
+LEARNING_RATE = 0.01
 TIMED_RATE = 1e-6
+TOLERANCE = 1e-3
+"""Relative to the norm of the parameters' change."""
+MOST_WARM_UP_STEPS = 1000
 _ADDRESS_OF_INTERFACE = 0x8915
 
 
-def main(words: Sequence[str]) -> None:
-    """Run one model as the settings file says."""
-    settings = Settings.load(words[0])
-    comm = MPI.COMM_WORLD.Dup()
-
-    def say(text: str) -> None:
-        if comm.rank == 0:
-            print(f"{settings.model}: {text}", file=sys.stderr, flush=True)
-
-    if GLOO in settings.contestants:
-        _start_gloo(comm, settings.interface)
+def main(model_name: str, contestant_names: str, rounds: str, interface: str) -> None:
+    """Run one model."""
+    names = contestant_names.split(",")
+    if GLOO in names:
+        _start_gloo(MPI.COMM_WORLD, interface)
     wfbp.init()
-    model = MODELS[settings.model]
-    batches = [model.batch(NUM_BATCHES * comm.rank + number) for number in range(NUM_BATCHES)]
+    rank = MPI.COMM_WORLD.rank
+    model = MODELS[model_name]
+    batches = [model.batch(NUM_BATCHES * rank + number) for number in range(NUM_BATCHES)]
     start = model.build(0)
-    contestants = [CONTESTANTS[name](name, model) for name in settings.contestants]
-    processes = comm.allgather(os.getpid())
-    foreign_cores = {}
+    contestants = [CONTESTANTS[name](name, model) for name in names]
     for contestant in contestants:
         contestant.reset(start, TIMED_RATE)
-        load = usage(processes)
-        steps = warm_up(comm, contestant, batches, settings, NUM_STEPS)
-        foreign = foreign_cores[contestant.name] = load.foreign_cores(usage(processes))
-        say(f"{contestant.name} ready after {steps} steps, foreign load {foreign:.2f} cores")
-    differences = check_equality(comm, contestants, start, batches)
-    say(f"parameters agree after {NUM_STEPS} steps from one state")
+        _warm_up(contestant, batches)
+        if rank == 0:
+            print(f"{model_name}: {contestant.name} is ready", file=sys.stderr, flush=True)
+    check_equality(contestants, start, batches)
+    steps = {}
     for contestant in contestants:
         contestant.reset(start, TIMED_RATE)
-    blocks = time_blocks(comm, contestants, batches, settings, say)
-    sizes = [leaf.nbytes for leaf in jax.tree.leaves(start)]
-    check_link_carried(blocks, sum(sizes))
-    write_result(
-        comm, settings, model.title, sizes, contestants, differences, foreign_cores, blocks
-    )
-    comm.Barrier()
+        steps[contestant.name] = partial(_step, contestant, cycle(batches))
+    seconds, cpu_seconds = in_turns(steps, int(rounds))
+    if rank == 0:
+        document = {
+            "ranks": MPI.COMM_WORLD.size,
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+            "reports": {c.name: c.report() for c in contestants if c.report()},
+        }
+        print(json.dumps(document))
+    MPI.COMM_WORLD.Barrier()
     wfbp.shutdown()
-    if GLOO in settings.contestants:
+    if GLOO in names:
         jax.distributed.shutdown()
 
 
+def _step(contestant: Contestant, batches: cycle[Batch]) -> None:
+    contestant.step(next(batches))
+
+
+def _warm_up(contestant: Contestant, batches: Sequence[Batch]) -> None:
+    """Step until the contestant has chosen how to communicate, on every rank."""
+    for number in range(MOST_WARM_UP_STEPS):
+        contestant.step(batches[number % len(batches)])
+        if MPI.COMM_WORLD.allreduce(contestant.settled(), MPI.LAND):
+            return
+    raise RuntimeError(f"{contestant.name} has no plan after {MOST_WARM_UP_STEPS} steps")
+
+
 def check_equality(
-    comm: MPI.Intracomm, contestants: Sequence[Contestant], start: Params, batches: Sequence[Batch]
-) -> dict[str, float | None]:
-    """Train a few steps from one state with each contestant and compare the parameters.
-
-    Returns:
-        Each contestant's difference from the reference, relative to the norm of the parameters,
-        the largest of all ranks; None for the one that does not communicate.
-
-    Raises:
-        RuntimeError: one of them trains something else.
-    """
+    contestants: Sequence[Contestant], start: Params, batches: Sequence[Batch]
+) -> None:
+    """Raise ``RuntimeError`` unless all that communicate train what the reference trains."""
     begin = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(start)])
     reference = _train(next(c for c in contestants if c.name == FLAT), start, batches)
-    norm, change = np.linalg.norm(reference), np.linalg.norm(reference - begin)
-    differences: dict[str, float | None] = {}
     for contestant in contestants:
-        name = contestant.name
-        if name == NO_COMMUNICATION:
-            differences[name] = None
+        if contestant.name == NO_COMMUNICATION:
             continue
         distance = np.linalg.norm(_train(contestant, start, batches) - reference)
-        of_all = comm.allreduce(float(distance / norm), MPI.MAX)
-        of_change = comm.allreduce(float(distance / change), MPI.MAX)
-        # Written so that a NaN fails.
-        if not (of_all <= TOLERANCE and of_change <= TOLERANCE_OF_CHANGE):
+        change = float(distance / np.linalg.norm(reference - begin))
+        worst = MPI.COMM_WORLD.allreduce(change, MPI.MAX)
+        if not worst <= TOLERANCE:  # written so that no number fails
             raise RuntimeError(
-                f"{name} trains something else than {FLAT}: after {NUM_STEPS} steps their "
-                f"parameters differ by {of_all:.1e} of their norm (at most {TOLERANCE:.0e} is "
-                f"expected) and {of_change:.1e} of their change ({TOLERANCE_OF_CHANGE:.0e})"
+                f"{contestant.name} trains something else than {FLAT}: after {NUM_STEPS} steps "
+                f"their parameters differ by {worst:.1e} of their change, expected at most "
+                f"{TOLERANCE:.0e}"
             )
-        differences[name] = of_all
-    return differences
 
 
 def _train(contestant: Contestant, start: Params, batches: Sequence[Batch]) -> Any:
@@ -136,19 +123,17 @@ def _train(contestant: Contestant, start: Params, batches: Sequence[Batch]) -> A
 
 
 def _start_gloo(comm: MPI.Intracomm, interface: str) -> None:
-    """Make the ranks one JAX program; over a link, have gloo use it."""
+    """Make the ranks one JAX program, whose messages use this network interface."""
     where = ""
     if comm.rank == 0:
         with socket.socket() as probe:
-            probe.bind((_address(interface or "lo"), 0))
+            probe.bind((_address(interface), 0))
             where = "{}:{}".format(*probe.getsockname())
     where = comm.bcast(where)
     from jax._src.lib import _jax  # type: ignore[attr-defined]
 
     # JAX offers no setting for this: gloo would meet at what the host's name resolves to.
-    _jax.make_gloo_tcp_collectives = partial(
-        _jax.make_gloo_tcp_collectives, interface=interface or "lo"
-    )
+    _jax.make_gloo_tcp_collectives = partial(_jax.make_gloo_tcp_collectives, interface=interface)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(where, comm.size, comm.rank)
     jnp.zeros(()).block_until_ready()
@@ -163,4 +148,9 @@ def _address(interface: str) -> str:
 
 
 if __name__ == "__main__":
-    run(main)
+    try:
+        main(*sys.argv[1:])
+    except BaseException:  # the other ranks would wait for this one
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)

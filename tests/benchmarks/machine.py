@@ -1,74 +1,23 @@
-"""What benchmarks need of the machine: jobs that end with them, foreign load, tables.
+"""The machine of a benchmark: its name, foreign load.
 
 The kernel counts every busy tick of every core in ``/proc/stat``; what our own processes used is
 in their ``stat`` files. The difference is foreign: other programs, or time that the hypervisor
-took (steal). Interrupt time counts as busy, because the kernel charges the interrupts of our own
-traffic to our own processes as well. Linux only.
+took (steal). Interrupt time counts as busy, because the kernel charges the interrupts of our
+traffic to our processes as well. Linux only.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
+import platform
+import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from types import FrameType
-
-from rich.table import Table
-
-from wfbp.cli.tables import console
-
-GRACE_S = 30.0
-"""A launcher that is told to end may have ranks to end and a link to take down."""
-
-
-def run_job(command: Sequence[str], env: Mapping[str, str], timeout_s: float | None = None) -> int:
-    """Run a job to its end; where this program is stopped, the job is told to end first.
-
-    Args:
-        command: what to start.
-        env: its environment.
-        timeout_s: it is told to end after this.
-
-    Returns:
-        Its exit status.
-
-    Raises:
-        subprocess.TimeoutExpired: it took longer.
-        KeyboardInterrupt: this program was interrupted or terminated.
-
-    Example:
-        >>> run_job(["true"], {})
-        0
-    """
-    with _terminations_raised(), subprocess.Popen(command, env=dict(env)) as job:
-        try:
-            return job.wait(timeout_s)
-        except BaseException:
-            job.terminate()
-            try:
-                job.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                job.kill()
-            raise
-
-
-@contextmanager
-def _terminations_raised() -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
 
 PROC = Path("/proc")
 _IDLE_COLUMNS = frozenset({3, 4})  # idle and iowait
@@ -131,19 +80,6 @@ def thread_seconds(name: str, proc: Path = PROC) -> float:
     )
 
 
-def sent_bytes(interface: str, proc: Path = PROC) -> int:
-    """Bytes that a network interface of this process's namespace has sent.
-
-    Raises:
-        ValueError: there is no such interface here.
-    """
-    for line in (proc / "self" / "net" / "dev").read_text().splitlines():
-        label, _, counters = line.partition(":")
-        if label.strip() == interface:
-            return int(counters.split()[8])
-    raise ValueError(f"network interface {interface!r} not found in this namespace")
-
-
 def _run_seconds(task: Path) -> float:
     """CPU seconds of one thread, to the nanosecond where the kernel keeps schedstat."""
     try:
@@ -156,11 +92,21 @@ def _ticks_per_second() -> int:
     return os.sysconf("SC_CLK_TCK")
 
 
-def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows under a header; the first column is left-aligned, the others right."""
-    table = Table(title=title, title_justify="left")
-    for position, name in enumerate(header):
-        table.add_column(name, justify="right" if position else "left")
-    for row in rows:
-        table.add_row(*row)
-    console().print(table)
+def environment(*packages: str) -> dict[str, str]:
+    """Hardware and versions, also of these packages if they are installed."""
+    models = re.findall(r"model name\s*: (.*)", (PROC / "cpuinfo").read_text())
+    facts = {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+    for package in ("numpy", *packages):
+        with suppress(metadata.PackageNotFoundError):
+            facts[package] = metadata.version(package)
+    return facts
+
+
+def print_facts(facts: dict[str, str]) -> None:
+    """In one line."""
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import wfbp.torch as wfbp
-from tests.benchmarks.machine import print_table
+from wfbp.cli.tables import print_table
 
 SHARDING = {"auto": None, "sharded": True, "replicated": False}
 UPDATES = ("sharded", "replicated", "baseline")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
         return
     print_table(
         f"Adam, {found['parameter_bytes'] / MIB:.0f} MiB of parameters, {wfbp.size()} ranks",
-        ("update", "state MiB", "peak MiB", "at the end", "before training"),
+        ("<update", "state MiB", "peak MiB", "at the end", "before training"),
         [
             (
                 arguments.update,

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 import wfbp.horovod.torch as wfbp
-from tests.benchmarks.machine import print_table
-from tests.benchmarks.torch_contestants import mlp
+from tests.benchmarks.models import mlp
+from wfbp.cli.tables import print_table
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import plan
 from wfbp.core.trace import Trace, TraceTensor
@@ -163,7 +163,7 @@ def _show(
 ) -> None:
     table = []
     for name, pairs in rows.items():
-        cells = {"watching": name}
+        cells = {"<watching": name}
         for place, clock in enumerate(("wall", "CPU")):
             plain_s = statistics.median(plain[place] for plain, _ in pairs)
             added = [100 * (seen[place] / plain[place] - 1) for plain, seen in pairs]

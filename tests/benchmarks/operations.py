@@ -24,7 +24,8 @@ from mpi4py import MPI
 
 import wfbp
 from tests.benchmarks.comm import machine
-from tests.benchmarks.machine import print_table, usage
+from tests.benchmarks.machine import print_facts, usage
+from wfbp.cli.tables import print_table
 
 IDLE_S = 3.0
 LARGE_BYTES = 64_000_000
@@ -138,10 +139,10 @@ def _idle_share(comm: MPI.Intracomm) -> float:
 
 
 def _show(facts: dict[str, str], rows: Sequence[Row], idle: float) -> None:
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    print_facts(facts)
     print_table(
         "Microseconds from the call to its result",
-        ("operation", "bytes", "median", "quartiles"),
+        ("<operation", "bytes", "median", "quartiles"),
         [
             (
                 row["operation"],

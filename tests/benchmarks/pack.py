@@ -11,18 +11,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
-import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
-from pathlib import Path
 
 import numpy as np
 
+from tests.benchmarks.machine import environment, print_facts
 from wfbp import native
 from wfbp.core.plan import layout
 
@@ -148,18 +144,6 @@ def seconds(way: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def machine() -> dict[str, str]:
-    """What it was measured on."""
-    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "kernels": native.INSTRUCTIONS,
-        "python": platform.python_version(),
-        "numpy": metadata.version("numpy"),
-    }
-
-
 def main(argv: Sequence[str]) -> int:
     """Measure, and print a table or JSON."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks pack", description=__doc__)
@@ -168,6 +152,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.rounds < 2:
         parser.error(f"--rounds is {arguments.rounds}: expected at least 2")
+    facts = environment() | {"kernels": native.INSTRUCTIONS}
     results = [(mix, measure(contestants(mix), arguments.rounds)) for mix in mixes()]
     if arguments.json:
         rows = [
@@ -179,9 +164,9 @@ def main(argv: Sequence[str]) -> int:
             }
             for mix, timings in results
         ]
-        print(json.dumps({"benchmark": "pack", "machine": machine(), "mixes": rows}, indent=2))
+        print(json.dumps({"benchmark": "pack", "machine": facts, "mixes": rows}, indent=2))
         return 0
-    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    print_facts(facts)
     for mix, timings in results:
         print(f"\n{mix.name}, {sum(mix.sizes) / 1e6:.2f} MB")
         print(f"  {'us per call':<26}{'median':>10}{'least':>10}{'spread':>10}{'of memcpy':>11}")

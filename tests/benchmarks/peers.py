@@ -13,24 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-import torch
+from tests.benchmarks.jobs import names
+from tests.benchmarks.training import measure, medians, save
 
-from tests.benchmarks import torch_contestants
-from tests.benchmarks.harness import environment
-from tests.benchmarks.torch_contestants import GPT, Batch
-from tests.benchmarks.training import launch_command, names, rank_environment
-
-FORMAT = "wfbp-bench-peers/1"
 LINKS = {
     "none": "shared memory",
     "unlimited": "unlimited",
@@ -61,52 +54,6 @@ PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "peers.svg"
 NOT_MEASURED = "not available"
 
 
-class WithLoss(torch.nn.Module):
-    """A model of the training benchmark as ``wfbp bench training`` calls it."""
-
-    def __init__(self, body: torch.nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-        return torch_contestants.loss(self.body, (batch[0], batch[1]))
-
-
-Made = tuple[WithLoss, Callable[[int], Batch]]
-
-
-def _bench(name: str) -> Made:
-    bench = torch_contestants.MODELS[name]
-    return WithLoss(bench.build()), lambda seed: bench.batch(torch.Generator().manual_seed(seed))
-
-
-def mlp() -> Made:
-    return _bench("mlp")
-
-
-def resnet50() -> Made:
-    return _bench("resnet50")
-
-
-def lstm() -> Made:
-    return _bench("lstm")
-
-
-def densenet() -> Made:
-    return _bench("densenet")
-
-
-def gpt() -> Made:
-    """Small enough that all of it takes minutes: 5.3 million parameters."""
-
-    def batch(seed: int) -> Batch:
-        generator = torch.Generator().manual_seed(seed)
-        text = torch.randint(1024, (4, 129), generator=generator)
-        return text[:, :-1], text[:, 1:]
-
-    return WithLoss(GPT(depth=6, width=256, heads=4, vocab=1024)), batch
-
-
 def main(words: Sequence[str]) -> int:
     """Run each model over each link; exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks peers", description=__doc__)
@@ -123,22 +70,26 @@ def main(words: Sequence[str]) -> int:
     if options.redraw:
         options.picture.write_text(picture(drawn(rows_of_page(options.redraw.read_text()))))
         return 0
-    for file in filter(None, (options.json, options.table, options.picture)):
+    for file in filter(None, (options.table, options.picture)):
         file.parent.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())["results"]
+    contestants = ["none", *CONTESTANTS]
     if find_spec("horovod") is None:
+        contestants.remove("horovod")
         print("Horovod is not installed: its cells say so", file=sys.stderr)
     for model in options.models:
         for link in options.links:
-            result = measure(model, link, options.rounds, options.ranks, options.hosts)
+            print(f"{MODELS[model]}, {LINKS[link]}", file=sys.stderr, flush=True)
+            known = "small_gpt" if model == "gpt" else model
+            job = (link, options.ranks, options.hosts)
+            result = measure(known, contestants, options.rounds, *job)
             if result is None:
                 return 1
             results.setdefault(link, {})[model] = result
             if options.json:
-                document = {"format": FORMAT, "environment": environment(), "results": results}
-                options.json.write_text(json.dumps(document))
+                save(options.json, results)
     table = "\n".join(markdown(results))
     print(table)
     if options.table:
@@ -149,35 +100,17 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def measure(model: str, link: str, rounds: int, ranks: int, hosts: int) -> dict[str, Any] | None:
-    """The document of ``wfbp bench training --json``; None, and a message, if it failed."""
-    here = [n for n in CONTESTANTS if n != "horovod" or find_spec("horovod") is not None]
-    words = ["--model", f"{__name__}:{model}", "--contestants", ",".join(["none", *here])]
-    program = [sys.executable, "-m", "wfbp", "bench", "training", *words]
-    command = [*launch_command(link, ranks, hosts), *program, "--rounds", str(rounds), "--json"]
-    print(f"{MODELS[model]}, {LINKS[link]}", file=sys.stderr, flush=True)
-    variables = rank_environment()
-    if link != "none":
-        variables.pop("GLOO_SOCKET_IFNAME")  # the link sets it
-    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        print(f"failed with status {done.returncode}: {shlex.join(command)}", file=sys.stderr)
-        return None
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
-
-def medians(result: dict[str, Any], key: str = "seconds") -> dict[str, float]:
-    """Milliseconds of each contestant that ran; ``ddp-best`` is the best of all bucket sizes."""
-    found = {name: 1e3 * median(times) for name, times in result[key].items()}
+def milliseconds(result: dict[str, Any], key: str = "seconds") -> dict[str, float]:
+    """Medians of each contestant that ran; ``ddp-best`` is the best of all bucket sizes."""
+    found = {name: 1e3 * seconds for name, seconds in medians(result, key).items()}
     found["ddp-best"] = found[best_ddp(result)]
     return found
 
 
 def best_ddp(result: dict[str, Any]) -> str:
     """The fastest of DDP's contestants."""
-    ddps = {n: median(times) for n, times in result["seconds"].items() if n.startswith("ddp")}
-    return min(ddps, key=lambda name: ddps[name])
+    found = medians(result)
+    return min((n for n in found if n.startswith("ddp")), key=lambda name: found[name])
 
 
 def best_mpi(times: dict[str, float]) -> float:
@@ -224,7 +157,7 @@ def rows(results: dict[str, Any]) -> Iterator[Row]:
         for model in MODELS:
             if model in results.get(link, {}):
                 result = results[link][model]
-                times, cpu = medians(result), medians(result, "cpu_seconds")
+                times, cpu = milliseconds(result), milliseconds(result, "cpu_seconds")
                 yield Row(link, model, times, cpu, ratio(result), predicted(result))
 
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 
+from tests.benchmarks.machine import environment, print_facts
 from wfbp.core.cost import CostModel, Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.planners.exact import independent, oasr
@@ -115,15 +113,6 @@ def measure(chosen: Sequence[Case], rounds: int) -> list[Result]:
     return results
 
 
-def environment() -> dict[str, str]:
-    """What the figures depend on."""
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "numpy": metadata.version("numpy"),
-    }
-
-
 def table(results: Sequence[Result]) -> str:
     """The results for people."""
     lines = [
@@ -154,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = {"environment": environment(), "results": [asdict(r) for r in results]}
         print(json.dumps(data, indent=1))
     else:
-        print(", ".join(f"{key} {value}" for key, value in environment().items()))
+        print_facts(environment())
         print(table(results))
     return 0
 

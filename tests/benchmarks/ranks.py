@@ -21,7 +21,7 @@ import torch
 from mpi4py import MPI
 
 import wfbp.torch as wfbp
-from tests.benchmarks.machine import print_table
+from wfbp.cli.tables import print_table
 from wfbp.runtime.progress.channel import ControlChannel
 from wfbp.runtime.tuning import network
 

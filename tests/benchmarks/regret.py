@@ -9,21 +9,24 @@ least of several noisy medians is itself too low by chance, so a regret of 1.01 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-from tests.benchmarks.harness import AUTO, ModelResult, environment
-from tests.benchmarks.machine import print_table
-from tests.benchmarks.torch_contestants import CONTESTANTS, MODELS, PER_TENSOR
-from tests.benchmarks.training import LINKS, add_arguments, completed, run_model
+from tests.benchmarks.models import MODELS
+from tests.benchmarks.training import (
+    AUTO,
+    add_arguments,
+    measure,
+    medians,
+    place,
+    save,
+)
+from wfbp.cli.tables import print_table
 from wfbp.core.planners import PLANNERS
 
-FORMAT = "wfbp-bench-regret/1"
 LIMIT = 1.03
 SHARE = 0.9
 BASELINES = ("wfbp-ps", "wfbp-ps_layerwise")
@@ -33,25 +36,21 @@ FIXED = [name for name in (f"wfbp-{s}" for s in PLANNERS) if name not in BASELIN
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one start of ``auto`` came to.
+    """One start of ``auto``.
 
     Args:
         model: key of the registry of models.
-        link: rate of the link, or "none" for shared memory.
         auto_s: median iteration of ``auto``.
         plan: what it installed, in words.
         best: the fixed schedule with the least median.
         best_s: that median.
-        fixed_s: the medians of all fixed schedules.
     """
 
     model: str
-    link: str
     auto_s: float
     plan: str
     best: str
     best_s: float
-    fixed_s: dict[str, float]
 
     @property
     def regret(self) -> float:
@@ -59,26 +58,13 @@ class Start:
         return self.auto_s / self.best_s
 
     @classmethod
-    def of(cls, result: ModelResult) -> Start | None:
-        """From a run of the training benchmark; None where nothing undisturbed was measured."""
-        figures = result.figures()
-        fixed_s = {
-            name.removeprefix("wfbp-"): f.median_s for name, f in figures.items() if name in FIXED
-        }
-        if AUTO not in figures or not fixed_s:
-            return None
-        report = result.report(AUTO)
+    def of(cls, model: str, document: Mapping[str, Any]) -> Start:
+        """From what the training benchmark measured."""
+        found, report = medians(document), document["reports"][AUTO]
+        best = min((name for name in found if name in FIXED), key=lambda name: found[name])
         late = "" if report.get("overlap", True) else ", late"
-        best = min(fixed_s, key=lambda name: fixed_s[name])
-        return cls(
-            result.model,
-            result.link,
-            figures[AUTO].median_s,
-            f"{report.get('schedule')}, {report.get('num_groups')} groups{late}",
-            best,
-            fixed_s[best],
-            fixed_s,
-        )
+        plan = f"{report['schedule']}, {report['num_groups']} groups{late}"
+        return cls(model, found[AUTO], plan, best.removeprefix("wfbp-"), found[best])
 
 
 def main(words: Sequence[str]) -> int:
@@ -87,13 +73,11 @@ def main(words: Sequence[str]) -> int:
     starts: list[Start] = []
     for number in range(options.starts):
         for model in options.models:
-            result = run_model(model, options, "torch_worker")
-            if result is None:
+            job = (options.link, options.np, options.hosts)
+            document = measure(model, [*FIXED, AUTO], options.rounds, *job)
+            if document is None:
                 return 1
-            start = Start.of(result)
-            if start is None:
-                print(f"{model}: the machine was never quiet: left out", file=sys.stderr)
-                continue
+            start = Start.of(model, document)
             starts.append(start)
             print(
                 f"start {number + 1}, {model}: {start.auto_s * 1e3:.1f} ms by auto ({start.plan}), "
@@ -102,53 +86,30 @@ def main(words: Sequence[str]) -> int:
                 flush=True,
             )
             if options.json:
-                Path(options.json).write_text(json.dumps(document(starts)))
-    print_table(*table(starts))
+                save(options.json, [{**asdict(each), "regret": each.regret} for each in starts])
+    print_table(f"regret of auto, {place(options.link)}", *table(starts))
     return 0
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks regret", description=__doc__)
-    add_arguments(parser, MODELS, CONTESTANTS, FIXED, warm_up_steps=2000)
     parser.add_argument("--starts", type=int, default=1, help="fresh starts of auto per model")
-    parser.set_defaults(models=list(MODELS))
-    options = parser.parse_args(words)
-    options.contestants = [*options.contestants, AUTO]
-    return completed(options, CONTESTANTS, PER_TENSOR)
+    add_arguments(parser, MODELS, list(MODELS))
+    return parser.parse_args(words)
 
 
-def table(starts: Sequence[Start]) -> tuple[str, list[str], list[list[str]]]:
-    """Title, header and rows: one row per model, and one for all."""
-    header = [
-        "model",
-        "starts",
-        "median",
-        "largest",
-        f"within {LIMIT}",
-        "auto ms",
-        "best ms",
-        "best",
-    ]
+def table(starts: Sequence[Start]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and rows: one for each model, and one for all."""
+    headings = ["<model", "starts", "median", "largest", f"within {LIMIT}"]
     rows = []
     for model in dict.fromkeys(start.model for start in starts):
         its = [start for start in starts if start.model == model]
-        rows.append([model, *_summary(its), *_times(its)])
-    if starts:
-        rows.append(["all", *_summary(starts), "", "", ""])
-    link = starts[0].link if starts else LINKS[0]
-    where = "shared memory" if link == "none" else f"{link}/s link"
-    return f"regret of auto, {where}", header, rows
-
-
-def document(starts: Sequence[Start]) -> dict[str, Any]:
-    """All starts, with what is needed to repeat them."""
-    return {
-        "format": FORMAT,
-        "command": ["python", "-m", "tests.benchmarks", *sys.argv[1:]],
-        "environment": environment(),
-        "starts": [{**asdict(start), "regret": start.regret} for start in starts],
-    }
+        times = (median(s.auto_s for s in its), median(s.best_s for s in its))
+        bests = ", ".join(dict.fromkeys(start.best for start in its))
+        rows.append([model, *_summary(its), *(f"{1e3 * t:.1f}" for t in times), bests])
+    rows.append(["all", *_summary(starts), "", "", ""])
+    return [*headings, "auto ms", "best ms", "<best"], rows
 
 
 def _summary(starts: Sequence[Start]) -> list[str]:
@@ -157,16 +118,7 @@ def _summary(starts: Sequence[Start]) -> list[str]:
     verdict = "" if share >= SHARE else " (missed)"
     return [
         str(len(regrets)),
-        f"{statistics.median(regrets):.3f}",
+        f"{median(regrets):.3f}",
         f"{max(regrets):.3f}",
         f"{share:.0%}{verdict}",
-    ]
-
-
-def _times(starts: Sequence[Start]) -> list[str]:
-    bests = [start.best for start in starts]
-    return [
-        f"{statistics.median(start.auto_s for start in starts) * 1e3:.1f}",
-        f"{statistics.median(start.best_s for start in starts) * 1e3:.1f}",
-        ", ".join(dict.fromkeys(bests)),
     ]

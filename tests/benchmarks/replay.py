@@ -26,8 +26,8 @@ from pathlib import Path
 
 from rich.progress import track
 
-from tests.benchmarks.machine import print_table
 from tests.support.emulated_link import Curve, EmulatedLink
+from wfbp.cli.tables import print_table
 from wfbp.comm.arrays import Buffer, zeroed
 from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> None:
         return
     print_table(
         "Measured iteration against prediction",
-        ("trace", "link", "schedule", "groups", "measured ms", "spread", "predicted ms", "error",
+        ("<trace", "<link", "<schedule", "groups", "measured ms", "spread", "predicted ms", "error",
          "from trace ms", "T/LB"),
         [
             (r.model, r.link, r.schedule, str(r.num_groups), f"{r.measured_s * 1e3:.1f}",

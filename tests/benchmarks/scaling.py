@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.benchmarks.machine import print_table
-from tests.benchmarks.plan import environment
+from tests.benchmarks.machine import environment, print_facts
 from wfbp.cli.inputs import EXAMPLE_TRACES
+from wfbp.cli.tables import print_table
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace
@@ -73,8 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_model(trace.model, arguments.cluster, schedules, rows)
     print(
         f"{len(rows)} predictions in {wall_s:.2f} s, {cpu_s:.2f} s of one core (target "
-        f"{LIMIT_S:.0f} s); " + ", ".join(f"{key} {value}" for key, value in environment().items())
+        f"{LIMIT_S:.0f} s)"
     )
+    print_facts(environment())
     return 0
 
 

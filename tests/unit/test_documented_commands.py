@@ -57,8 +57,8 @@ def check_python(words: list[str]) -> None:
         folder = Path(spec.origin).parent
         own = [spec.origin] if folder.name == "benchmarks" else folder.glob("*.py")
         source = "".join(Path(path).read_text() for path in own)
-        for shared in ("harness", "training"):  # options that several benchmarks have
-            source += (ROOT / f"tests/benchmarks/{shared}.py").read_text()
+        # Several benchmarks have the options of this one.
+        source += (ROOT / "tests/benchmarks/training.py").read_text()
         for option in (word for word in words[2:] if word.startswith("--") and word != "--"):
             assert f'"{option}"' in source, f"{module} has no option {option}"
 

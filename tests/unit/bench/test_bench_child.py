@@ -22,7 +22,7 @@ JOB = """
 """
 BENCHMARK = """
 import os, signal, sys
-from tests.benchmarks.machine import run_job
+from tests.benchmarks.jobs import run_job
 # As in a terminal: what a script starts in the background is born deaf to it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 run_job(sys.argv[1:], os.environ)

@@ -1,8 +1,6 @@
-"""The JAX benchmark's figures, tables and timeline, on made-up measurements."""
+"""The JAX benchmark's table, models and timeline."""
 
 from __future__ import annotations
-
-import io
 
 import pytest
 
@@ -13,49 +11,23 @@ pytest.importorskip("mpi4py")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 from tests.benchmarks import jax as benchmark
-from tests.benchmarks.harness import Block, ContestantResult, ModelResult
-from tests.benchmarks.jax import best_peer, model_table, target_table
 from tests.benchmarks.jax_contestants import CONTESTANTS, FLAT, MODELS, Contestant, mlp, update
 from tests.benchmarks.jax_overlap import timeline
+from tests.benchmarks.training import table
 
 
-def result(**seconds: float) -> ModelResult:
-    def contestant(name: str, median_s: float) -> ContestantResult:
-        block = Block((median_s, median_s), 0.0, 1.0, 0.0, None, True)
-        return ContestantResult(name, 0.0, 0.0, (block,), {})
-
-    contestants = tuple(contestant(n.replace("_", "-"), s) for n, s in seconds.items())
-    return ModelResult("mlp", "An MLP", 2, 80, 2, "none", 0.1, 2, contestants)
-
-
-def test_auto_is_compared_with_the_fastest_that_communicates() -> None:
-    measured = result(none=1.0, mpi_flat=3.0, gloo_psum=2.0, wfbp_auto=1.5, wfbp_single=1.2)
-    assert best_peer(measured.figures()) == 2.0
-    written = io.StringIO()
-    console = Console(width=200, file=written)
-    console.print(model_table(measured))
-    console.print(target_table([measured]))
-    text = written.getvalue()
-    assert all(c.name in text for c in measured.contestants)
-    assert "0.750" in text
-    assert "met" in text
-    slow = io.StringIO()
-    Console(width=200, file=slow).print(target_table([result(mpi_flat=1.0, wfbp_auto=1.1)]))
-    assert "missed" in slow.getvalue()
-
-
-def test_no_peer_gives_no_target() -> None:
-    assert best_peer(result(none=1.0, wfbp_auto=1.0).figures()) is None
-    assert target_table([result(none=1.0, wfbp_auto=1.0)]).row_count == 0
+def test_contestants_are_compared_with_the_best_peer() -> None:
+    seconds = {"none": [1.0], "mpi-flat": [3.0], "gloo-psum": [2.0], "wfbp-auto": [1.5]}
+    rows = table({"seconds": seconds, "cpu_seconds": seconds, "reports": {}}, benchmark.OTHERS)
+    assert [row[3] for row in rows] == ["0.500", "1.500", "1.000", "0.750"]
 
 
 def test_reference_always_competes() -> None:
     options = benchmark.arguments(["--contestants", "wfbp-auto,none", "--models", "gpt"])
-    assert options.contestants == ["none", FLAT, "wfbp-auto"]
-    assert benchmark.arguments([]).contestants == list(CONTESTANTS)
+    assert options.contestants == [FLAT, "wfbp-auto", "none"]
+    assert set(benchmark.arguments([]).contestants) == set(CONTESTANTS)
     with pytest.raises(SystemExit):
         benchmark.arguments(["--models", "alexnet"])
 

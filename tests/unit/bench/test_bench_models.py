@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.benchmarks.torch_contestants import MODELS, loss  # noqa: E402
+from tests.benchmarks.models import MODELS, loss  # noqa: E402
 
 SIZES = {
     "mlp": (120, 3_947_520),
