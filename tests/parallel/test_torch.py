@@ -33,7 +33,7 @@ PS_LAYERWISE = Job("torch/program", 2, "ps_layerwise")
 MIXED = Job("torch/program", 3, "mixed")
 
 OF_PLANS = (adapter.mixing, optimizers.check, closures.check, skipped_steps.check)
-"""Checks to which it makes a difference that plans change."""
+"""Checks whose result could depend on changes of plans."""
 
 ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_naive", "lbfgs")
 """Checks that also run on one rank."""

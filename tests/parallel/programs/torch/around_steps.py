@@ -15,12 +15,13 @@ from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.torch.training import (
     Backward,
     Branches,
-    averaged,
+    Twins,
     data,
+    equal,
     mlp,
     momentum,
-    same,
     square,
+    twins,
 )
 from tests.support.sharding import SHARDING
 from wfbp.core import planners
@@ -42,20 +43,14 @@ def beside(
     tolerance: float = 1e-11,
 ) -> Any:
     """Train beside one process; parameters are compared at the end, and not read before."""
-    wfbp.broadcast_parameters(model.state_dict())
     reference = copy.deepcopy(model)
     optimizer = wfbp.torch.DistributedOptimizer(make(model), optimizer_sharding=SHARDING[update])
-    plain = make(reference)
+    both = Twins(model, optimizer, reference, make(reference))
     for step in range(steps):
-        optimizer.zero_grad()
-        backward(model, wfbp.rank(), step)
-        optimizer.step()
+        both.step(step, backward)
         after(model, optimizer, step)
-        averaged(reference, backward, step, wfbp.size())
-        plain.step()
-        after(reference, plain, step)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        same(p.detach(), q.detach(), update, tolerance)
+        after(reference, both.plain, step)
+    both.equal(update, tolerance)
     return optimizer
 
 
@@ -286,12 +281,9 @@ def plans_change_while_updates_are_deferred() -> None:
 @check
 def parameters_synchronized_between_steps() -> None:
     """With the gradients zeroed before, there is nothing to average, and nothing to step on."""
-    model = mlp(5, 7, 3)
-    wfbp.broadcast_parameters(model.state_dict())
-    reference = copy.deepcopy(model)
+    both = twins()
+    model, optimizer = both[:2]
     held = list(model.parameters())
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(held))
-    plain = momentum(reference.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for step in range(12):
         if step % 3:
@@ -304,9 +296,6 @@ def parameters_synchronized_between_steps() -> None:
             scaler.update()
         optimizer.zero_grad()
         optimizer.synchronize()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        for p, q in zip(held, reference.parameters(), strict=True):
-            same(p.data, q.data, f"step {step}", 1e-11)
-    with optimizer.skip_synchronize():
-        optimizer.step()
+        both.follow(step)
+        equal([p.data for p in held], both.reference.parameters(), f"step {step}", 1e-11)
+    both.step_synchronized()

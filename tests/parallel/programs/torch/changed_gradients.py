@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,13 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
     Branches,
-    averaged,
-    compare,
     data,
     due,
     mlp,
     momentum,
     same,
     square,
+    twins,
 )
 from wfbp.errors import DisagreementError
 from wfbp.runtime import process
@@ -109,7 +109,7 @@ def gradients_changed_where_pytorch_counts_nothing() -> None:
             p.grad.data.clamp_(-1e-4, 1e-4)  # type: ignore[union-attr]
 
     def clamp_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        # What is sent first, by most schedules.
+        # Most schedules send it first.
         model.out.weight.grad.data.clamp_(-1e-4, 1e-4)  # type: ignore[union-attr]
 
     def look(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -120,10 +120,8 @@ def gradients_changed_where_pytorch_counts_nothing() -> None:
             assert p.grad.numpy().shape == p.shape
 
     for change in (unscale, scale, clamp, clamp_one, look):
-        model, reference = Words(), Words()
-        reference.load_state_dict(model.state_dict())
-        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-        plain = momentum(reference.parameters())
+        both = twins(model=Words())
+        model, optimizer = both[:2]
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(7):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -142,62 +140,48 @@ def gradients_changed_where_pytorch_counts_nothing() -> None:
                 scaler.scale(words(model, wfbp.rank(), step)).backward()
             scaler.step(optimizer)
             scaler.update()
-            averaged(reference, lambda m, r, s: words(m, r, s).backward(), step, wfbp.size())
-            plain.step()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            same(p.detach(), q.detach(), change.__name__, 1e-12)
+            both.follow(step, lambda m, r, s: words(m, r, s).backward())
+        both.equal(change.__name__, 1e-12)
 
 
 def lies_in_buffer(model: Branches, optimizer: Any, branch: int) -> bool:
-    """Whether a branch's gradient lies in memory of the plan in use."""
+    """Whether a branch's gradient is memory of the plan in use."""
     grad = model.branches[branch].weight.grad
     return grad is not None and grad.data_ptr() in optimizer._wfbp_sync.reducer._owner_of
 
 
 @check
 def one_gradient_for_two_parameters() -> None:
-    """An error on every rank where the gradient lies in the buffer of the other's average, as it
-    does unless plans have changed or ranks update shards; right elsewhere."""
+    """An error on every rank where the gradient is in the buffer of the other's average, as it is
+    unless plans have changed or ranks update shards; right elsewhere."""
     kept = process.current("check").config.warmup_steps > 1  # one plan all the time
     for one, other in ((0, 1), (1, 0)):
-        model, reference = Branches(), Branches()
-        reference.load_state_dict(model.state_dict())
-        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-        plain = momentum(reference.parameters())
+        both = twins(model=Branches())
+        model, optimizer = both[:2]
 
         def chosen(net: nn.Module, rank: int, step: int, only: int = other) -> None:
             net(data(step, rank, 4, 5), [0, 1, 2] if step < 6 else [2, only]).backward()
 
-        def share(net: nn.Module, one: int = one, other: int = other) -> None:
-            branches: Any = net.branches
-            branches[one].weight.grad = branches[other].weight.grad
-
         for step in range(10):
             optimizer.zero_grad(set_to_none=False)
-            chosen(model, wfbp.rank(), step)
-            averaged(reference, chosen, step, wfbp.size())
-            if step >= 6:
-                share(model)
-                share(reference)
-                for net in (model, reference):
-                    net.branches[one].bias.grad = None  # type: ignore[index,union-attr]
+            both.backward(step, chosen)
+            for net in both.nets if step >= 6 else ():
+                net.branches[one].weight.grad = net.branches[other].weight.grad
+                net.branches[one].bias.grad = None
             in_buffer = step >= 6 and lies_in_buffer(model, optimizer, other)
             assert in_buffer or not (kept and step == 6)
             if in_buffer:
                 wanted = "give each tensor its own gradient"
                 raises(RuntimeError, wanted, act=optimizer.step)
                 break
-            optimizer.step()
-            plain.step()
-            compare(model, reference, f"step {step}", 1e-12)
+            both.update()
+            both.compare(f"step {step}")
 
 
 def dropping(zero_all: bool, first: bool, last: bool) -> None:
     """Between two backward passes the program forgets gradients without the optimizer's help."""
-    model, reference = mlp(5, 7, 7, 3), mlp(5, 7, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    plain = momentum(reference.parameters())
+    both = twins(model=mlp(5, 7, 7, 3))
+    model, optimizer = both[:2]
 
     def kept(net: nn.Module, rank: int, step: int) -> None:
         if (first and rank == 0) or (last and rank > 0):
@@ -210,10 +194,9 @@ def dropping(zero_all: bool, first: bool, last: bool) -> None:
             model.zero_grad()
         kept(model, wfbp.rank(), step)
         optimizer.step()
-        averaged(reference, kept, step, wfbp.size())
-        plain.step()
+        both.follow(step, kept)
         if due(step, 10):
-            compare(model, reference, f"step {step}", 1e-12)
+            both.compare(f"step {step}")
 
 
 @check
@@ -235,8 +218,8 @@ def nothing_left_of_a_skipped_batch() -> None:
 
 @check
 def gradient_in_other_memory() -> None:
-    model = mlp(5, 7, 3)
-    optimizer = wfbp.torch.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    both = twins(partial(torch.optim.SGD, lr=0.0))
+    model, optimizer = both[:2]
     for step in range(8):
         optimizer.zero_grad()
         (model[2](data(0, 0, 4, 7)).sum() * 10.0**step).backward()
@@ -247,8 +230,7 @@ def gradient_in_other_memory() -> None:
         if step in (0, 4):
             grad.data = grad.data.clamp(-0.5, 0.5)
             assert model[2].bias.grad is grad
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        both.step_synchronized()
 
 
 class Picture(nn.Module):
@@ -276,21 +258,16 @@ def memory_order_changed_after_wrapping() -> None:
     warnings.filterwarnings("ignore", "grad and param do not obey")
     for with_gradients, only in ((False, None), (True, None), (False, 1)):
         torch.manual_seed(3)
-        model, reference = Picture(), Picture()
-        reference.load_state_dict(model.state_dict())
-        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), schedule="mgwfbp")
-        plain = momentum(reference.parameters())
+        both = twins(model=Picture(), schedule="mgwfbp")
         for step in range(8):
-            optimizer.zero_grad(set_to_none=not with_gradients)
+            both.optimizer.zero_grad(set_to_none=not with_gradients)
             if step == 3 and only in (None, wfbp.rank()):
-                model.to(memory_format=torch.channels_last)
-            pictures(model, wfbp.rank(), step)
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
-            averaged(reference, pictures, step, wfbp.size())
-            plain.step()
-            compare(model, reference, f"step {step}", 1e-12)
+                both.model.to(memory_format=torch.channels_last)
+            pictures(both.model, wfbp.rank(), step)
+            both.optimizer.synchronize()
+            both.step_synchronized()
+            both.follow(step, pictures)
+            both.compare(f"step {step}")
     if process.current("here").config.warmup_steps > 1:
         return  # it never comes to shards
     model = Picture()

@@ -14,14 +14,13 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
     adamw,
-    averaged,
     check_training,
-    compare,
     data,
     mlp,
     momentum,
     same,
     square,
+    twins,
 )
 
 check = Checks()
@@ -29,22 +28,16 @@ check = Checks()
 
 @check
 def clipping() -> None:
-    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
-    plain = adamw(reference.parameters())
+    both = twins(adamw)
     for step in range(12):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.synchronize()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        wanted = nn.utils.clip_grad_norm_(reference.parameters(), 1e-3)
-        plain.step()
-        same(norm, wanted, "norm", 1e-12)
-        compare(model, reference, f"step {step}", 1e-12)
+        both.optimizer.zero_grad()
+        both.backward(step)
+        both.optimizer.synchronize()
+        norms = [nn.utils.clip_grad_norm_(net.parameters(), 1e-3) for net in both.nets]
+        both.step_synchronized()
+        both.plain.step()
+        same(*norms, "norm", 1e-12)
+        both.compare(f"step {step}")
 
 
 @check
@@ -67,51 +60,38 @@ def clipping_before_averaging_is_an_error() -> None:
 
 @check
 def skip_synchronize_needs_synchronize() -> None:
-    model = mlp(5, 7, 3)
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    square(model, wfbp.rank(), 0)
-
-    def act() -> None:
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    raises(RuntimeError, "synchronize()", act=act)
-    optimizer.step()
+    both = twins()
+    square(both.model, wfbp.rank(), 0)
+    raises(RuntimeError, "synchronize()", act=both.step_synchronized)
+    both.optimizer.step()
 
 
 @check
 def synchronize_then_step() -> None:
     """Gradients are averaged once; a program for Horovod is told of the difference."""
-    for module, told in ((wfbp.torch, []), (hvd, [True])):
-        model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-        reference.load_state_dict(model.state_dict())
-        optimizer = module.DistributedOptimizer(adamw(model.parameters()))
-        plain = adamw(reference.parameters())
+    for library, told in ((wfbp.torch, []), (hvd, [True])):
+        both = twins(adamw, library=library)
         for step in range(6):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.synchronize()
-            optimizer.synchronize()
+            both.optimizer.zero_grad()
+            square(both.model, wfbp.rank(), step)
+            both.optimizer.synchronize()
+            both.optimizer.synchronize()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                optimizer.step()
+                both.optimizer.step()
             assert ["skip_synchronize()" in str(w.message) for w in caught] == told
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
-            compare(model, reference, f"step {step}", 1e-12)
+            both.follow(step)
+            both.compare(f"step {step}")
 
 
 @check
 def named_operations_between_hooks_and_step() -> None:
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        square(model, rank, step)
-
     def zero(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         mean = wfbp.allreduce(torch.tensor([float(wfbp.rank())]), name="loss")
         assert mean.item() == (wfbp.size() - 1) / 2
 
-    check_training(mlp(5, 7, 3), backward, momentum, zero=zero)
+    check_training(mlp(5, 7, 3), square, momentum, zero=zero)
     model = mlp(5, 7, 3)
     optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
     for step in range(5):
@@ -125,28 +105,21 @@ def named_operations_between_hooks_and_step() -> None:
 
 @check
 def clipping_by_the_optimizer() -> None:
-    """Norms of averages that lie in shards, clipped and unclipped, with and without gradients."""
+    """Norms of averages in shards, clipped and unclipped, with and without gradients."""
 
     def backward(net: nn.Module, rank: int, step: int) -> None:
         if step % 4 != 3 or rank == 1:
             square(net, rank, step)
 
     for norm_type in (2.0, 1.0, float("inf")):
-        model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-        reference.load_state_dict(model.state_dict())
-        optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
-        plain = adamw(reference.parameters())
+        both = twins(adamw)
         for step in range(12):
-            limit = 1e-3 if step % 3 else 1e3
-            optimizer.zero_grad()
-            backward(model, wfbp.rank(), step)
-            norm = optimizer.clip_grad_norm_(limit, norm_type)
-            optimizer.step()
-            averaged(reference, backward, step, wfbp.size())
-            wanted = nn.utils.clip_grad_norm_(reference.parameters(), limit, norm_type)
-            plain.step()
+            both.optimizer.zero_grad()
+            both.backward(step, backward)
+            norm, wanted = both.clip(1e-3 if step % 3 else 1e3, norm_type)
+            both.update()
             same(norm.double(), wanted, "norm", 1e-6)
-            compare(model, reference, f"norm {norm_type}, step {step}", 1e-6)
+            both.compare(f"norm {norm_type}, step {step}", 1e-6)
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], None]] = {
@@ -158,23 +131,21 @@ CHANGES: dict[str, Callable[[torch.Tensor], None]] = {
 
 
 @check
-def changing_gradients_behind_clipping() -> None:
+def changing_gradients_after_clipping() -> None:
     """An error under every schedule; what is changed after ``synchronize()`` counts."""
     for what, change in CHANGES.items():
-        model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-        reference.load_state_dict(model.state_dict())
-        optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
-        plain = adamw(reference.parameters())
+        both = twins(adamw)
+        optimizer = both.optimizer
         engine = optimizer._wfbp_sync.reducer
         for step in range(8):
             plan, decoupled = engine.tuner.plan, engine.decoupled
             optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
+            square(both.model, wfbp.rank(), step)
             optimizer.clip_grad_norm_(1e-3)
             held = optimizer._wfbp_sync.held is not None
             if engine.tuner.plan is plan:  # else gradients may be made whole for the next one
                 assert held == decoupled, f"{what}, step {step}, {plan.summary}"
-            for p in model.parameters():
+            for p in both.model.parameters():
                 change(p)
             raises(
                 RuntimeError,
@@ -183,18 +154,13 @@ def changing_gradients_behind_clipping() -> None:
                 act=optimizer.step,
             )
             optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
+            both.backward(step)
             optimizer.synchronize()
-            optimizer.clip_grad_norm_(1e-3)
-            for p in model.parameters():
+            both.clip(1e-3)
+            for p in (*both.model.parameters(), *both.reference.parameters()):
                 change(p)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            nn.utils.clip_grad_norm_(reference.parameters(), 1e-3)
-            for p in reference.parameters():
-                change(p)
-            plain.step()
-            compare(model, reference, f"{what}, step {step}", 1e-6)
+            both.update()
+            both.compare(f"{what}, step {step}", 1e-6)
 
 
 @check
@@ -234,54 +200,37 @@ def norms_that_are_none() -> None:
 @check
 def changing_averages_before_a_step() -> None:
     """Between synchronize() and the step a program may do with gradients what it likes."""
-
-    def change(net: nn.Module) -> None:
-        for k, p in enumerate(net.parameters()):
-            if p.grad is not None and k % 3 == 0:
-                p.grad = torch.clamp(p.grad, -1e-2, 1e-2)
-            elif p.grad is not None and k % 3 == 1:
-                p.grad.mul_(0.5)
-            else:
-                p.grad = None
-
-    model, reference = mlp(5, 7, 7, 3), mlp(5, 7, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
-    plain = adamw(reference.parameters())
+    both = twins(adamw, mlp(5, 7, 7, 3))
     for step in range(12):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.synchronize()
-        change(model)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        change(reference)
-        plain.step()
-        compare(model, reference, f"step {step}", 1e-12)
+        both.optimizer.zero_grad()
+        both.backward(step)
+        both.optimizer.synchronize()
+        for net in both.nets:
+            for k, p in enumerate(net.parameters()):
+                if k % 3 == 0:
+                    p.grad = torch.clamp(p.grad, -1e-2, 1e-2)
+                elif k % 3 == 1:
+                    p.grad.mul_(0.5)
+                else:
+                    p.grad = None
+        both.step_synchronized()
+        both.plain.step()
+        both.compare(f"step {step}")
 
 
 @check
 def clipping_where_a_rank_has_no_elements() -> None:
     """Shards of so small a model are empty on all ranks but the first."""
     torch.manual_seed(4)
-    model, reference = nn.Linear(3, 1), nn.Linear(3, 1)
-    reference.load_state_dict(model.state_dict())
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    plain = momentum(reference.parameters())
+    both = twins(model=nn.Linear(3, 1))
 
     def backward(net: nn.Module, rank: int, step: int) -> None:
         net(data(step, rank, 4, 3).float()).square().mean().backward()
 
     for step in range(8):
-        optimizer.zero_grad()
-        backward(model, wfbp.rank(), step)
-        norm = optimizer.clip_grad_norm_(0.1, float("inf") if step % 2 else 2.0)
-        optimizer.step()
-        averaged(reference, backward, step, wfbp.size())
-        wanted = nn.utils.clip_grad_norm_(
-            reference.parameters(), 0.1, float("inf") if step % 2 else 2.0
-        )
-        plain.step()
+        both.optimizer.zero_grad()
+        both.backward(step, backward)
+        norm, wanted = both.clip(0.1, float("inf") if step % 2 else 2.0)
+        both.update()
         same(norm, wanted, "norm", 1e-5)
-        compare(model, reference, f"step {step}", 1e-5)
+        both.compare(f"step {step}", 1e-5)

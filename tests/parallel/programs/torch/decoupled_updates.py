@@ -26,16 +26,15 @@ from tests.parallel.programs.torch.equality import param_groups
 from tests.parallel.programs.torch.further_optimizers import Normalized
 from tests.parallel.programs.torch.training import (
     adamw,
-    averaged,
     check_training,
     data,
+    equal,
     mlp,
     momentum,
-    pair,
     same,
     square,
+    twins,
 )
-from tests.parallel.programs.torch.training import compare as same_model
 from tests.support.sharding import SHARDING
 from wfbp.runtime import process as runtimes
 
@@ -177,11 +176,6 @@ def together(schedule: str, kind: str, habits: Habits) -> Program:
     return Program(model, optimizer, habits)
 
 
-def compare(found: nn.Module, wanted: nn.Module, where: str) -> None:
-    for p, q in zip(found.parameters(), wanted.parameters(), strict=True):
-        same(p.detach(), q.detach(), where, 1e-11)
-
-
 def beside(schedule: str, kind: str, habits: Habits) -> None:
     """All that the program sees is what one process sees."""
     mine, reference = together(schedule, kind, habits), alone(kind, habits)
@@ -196,7 +190,7 @@ def beside(schedule: str, kind: str, habits: Habits) -> None:
     exchange = mine.optimizer._wfbp_sync
     assert exchange.reducer.decoupled is (kind != "per tensor"), mine.optimizer.report()
     assert bool(exchange.update.sharding) is (kind == "sharded")
-    compare(mine.model, reference.model, "at the end")
+    equal(mine.model.parameters(), reference.model.parameters(), "at the end", 1e-11)
     moved = [
         float((p - q).detach().abs().max())
         for p, q in zip(mine.model.parameters(), start.parameters(), strict=True)
@@ -220,23 +214,17 @@ for _kind in KINDS:
 def one_rank_alone_synchronizes() -> None:
     """Then all get whole averages, though the others step at once."""
     for schedule in (None, "independent"):
-        model, reference = pair()
-        optimizer = wfbp.torch.DistributedOptimizer(
-            adamw(model.parameters()), model.named_parameters(), schedule=schedule
-        )
-        plain = adamw(reference.parameters())
+        both = twins(adamw, named=True, schedule=schedule)
         for step in range(9):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
+            both.optimizer.zero_grad()
+            square(both.model, wfbp.rank(), step)
             if wfbp.rank() == step % wfbp.size():
-                optimizer.synchronize()
-                with optimizer.skip_synchronize():
-                    optimizer.step()
+                both.optimizer.synchronize()
+                both.step_synchronized()
             else:
-                optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
-            same_model(model, reference, f"{schedule}, step {step}", 1e-12)
+                both.optimizer.step()
+            both.follow(step)
+            both.compare(f"{schedule}, step {step}")
 
 
 @check

@@ -26,15 +26,17 @@ import wfbp.horovod.torch as hvd
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
+    Twins,
     averaged,
     check_training,
     data,
+    equal,
     mlp,
     momentum,
     pair,
     same,
     square,
-    step_both,
+    twins,
 )
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import process
@@ -53,12 +55,6 @@ def agree(model: nn.Module, where: str = "") -> None:
     for name, param in model.named_parameters():
         for theirs in MPI.COMM_WORLD.allgather(param.detach().clone()):
             same(param.detach(), theirs, f"{where} {name} of two ranks")
-
-
-def equal(model: nn.Module, reference: nn.Module, where: str = "") -> None:
-    """Two models have the same parameters, but for rounding."""
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        same(p.detach(), q.detach(), f"{where} {name}", 1e-9)
 
 
 def refused(act: Callable[[], object], *parts: str) -> bool:
@@ -185,16 +181,7 @@ class Rewriting(Descent):
 
 @check
 def settings_written_anew() -> None:
-    model, reference = pair()
-    optimizer = wfbp.DistributedOptimizer(Rewriting(model.parameters()), optimizer_sharding=True)
-    plain = Descent(reference.parameters())
-    for step in range(STEPS):
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-    equal(model, reference)
+    check_training(pair()[0], square, Rewriting, steps=STEPS, optimizer_sharding=True)
 
 
 @check
@@ -263,27 +250,23 @@ def methods_that_use_state() -> None:
         _use_state(options)
 
 
-def _use_state(options: dict[str, bool]) -> None:
-    model, reference = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Averaging(model.parameters()), **options)
-    plain = Averaging(reference.parameters())
+def _use_state(options: Any) -> None:
+    both = twins(Averaging, **options)
+    optimizers = (both.optimizer, both.plain)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        averaged(reference, square, step, wfbp.size())
-        optimizer.synchronize()
-        if step % 2:
-            optimizer.update_curvature()
-            plain.update_curvature()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        plain.step()
-        optimizer.exchange()
-        plain.exchange()
-        equal(model, reference, f"step {step}, {options}: averages")
-        optimizer.exchange()
-        plain.exchange()
-    equal(model, reference, f"{options}: parameters")
+        both.optimizer.zero_grad()
+        both.backward(step)
+        both.optimizer.synchronize()
+        for each in optimizers if step % 2 else ():
+            each.update_curvature()
+        both.step_synchronized()
+        both.plain.step()
+        for each in optimizers:
+            each.exchange()
+        both.equal(f"step {step}, {options}: averages")
+        for each in optimizers:
+            each.exchange()
+    both.equal(f"{options}: parameters")
 
 
 class Words(nn.Module):
@@ -321,7 +304,7 @@ def sparse_gradients_in_a_list() -> None:
             (reference(step, rank) / wfbp.size()).backward()
         optimizer.step()
         plain.step()
-        equal(model, reference, f"step {step}")
+        equal(model.parameters(), reference.parameters(), f"step {step}")
         if step == 0:
             lists = [net.table.weight.grad for net in (model, reference)]  # type: ignore[misc]
 
@@ -416,7 +399,7 @@ class SAM(torch.optim.Optimizer):
         self.second_step()
 
 
-def train_sam(model: nn.Module, sam: Any, backward: Callable[[int], None], how: str) -> None:
+def train_sam(sam: Any, backward: Callable[[int], None], how: str) -> None:
     """Some steps, by ``first_step()`` and ``second_step()``, also after ``synchronize()``, or by
     ``step(closure)``."""
 
@@ -444,20 +427,14 @@ def train_sam(model: nn.Module, sam: Any, backward: Callable[[int], None], how: 
 
 def check_sam(how: str) -> bool:
     """Trains as one process would, or is refused on every rank; whether it trained."""
-    model, reference = pair()
-    train_sam(
-        reference,
-        SAM(reference.parameters()),
-        lambda step: averaged(reference, square, step, wfbp.size()),
-        how,
-    )
-    sam = wfbp.DistributedOptimizer(SAM(model.parameters()), model.named_parameters())
+    both = twins(SAM)
+    train_sam(both.plain, lambda step: averaged(both.reference, square, step, wfbp.size()), how)
     act = functools.partial(
-        train_sam, model, sam, lambda step: square(model, wfbp.rank(), step), how
+        train_sam, both.optimizer, lambda step: square(both.model, wfbp.rank(), step), how
     )
     if refused(act, "optimizer.synchronize()"):
         return False
-    equal(model, reference, how)
+    both.equal(how)
     return True
 
 
@@ -477,9 +454,8 @@ def gradients_before_a_closure() -> None:
 @check
 def sums_before_a_closure() -> None:
     """With ``op=Sum``: a closure that does not zero adds to what is a sum already."""
-    model, reference = pair()
-    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Sum)
-    plain = momentum(reference.parameters())
+    both = twins(op=wfbp.Sum)
+    model, optimizer, reference, plain = both
     for step in range(4):
         for net, ranks in ((model, [wfbp.rank()]), (reference, range(wfbp.size()))):
             net.zero_grad()
@@ -494,7 +470,7 @@ def sums_before_a_closure() -> None:
         for rank in range(wfbp.size()):
             square(reference, rank, 2 * step + 1)
         plain.step()
-        equal(model, reference, f"step {step}")
+        both.equal(f"step {step}")
 
 
 SCHEDULES = ("oasr", "hybrid", "independent", "auto")
@@ -524,18 +500,16 @@ def assign(model: nn.Module, rank: int, step: int, how: str = "replaced") -> Non
 def own_methods_after_assigned_gradients() -> None:
     """They are averaged, also where they are written in place and for ``step(closure)``."""
     for how, ends in itertools.product(("replaced", "written"), ("second_step", "closure")):
-        model, reference = pair()
-        sam: Any = wfbp.DistributedOptimizer(SAM(model.parameters()), model.named_parameters())
-        plain = SAM(reference.parameters())
+        both = twins(SAM)
         for step in range(STEPS):
 
-            def mine(again: int, model: Any = model, step: int = step, how: str = how) -> None:
-                assign(model, wfbp.rank(), 2 * step + again, how)
+            def mine(again: int, both: Any = both, step: int = step, how: str = how) -> None:
+                assign(both.model, wfbp.rank(), 2 * step + again, how)
 
-            def all_of_them(again: int, model: Any = reference, step: int = step) -> None:
-                averaged(model, assign, 2 * step + again, wfbp.size())
+            def all_of_them(again: int, both: Any = both, step: int = step) -> None:
+                averaged(both.reference, assign, 2 * step + again, wfbp.size())
 
-            for each, set_gradients in ((sam, mine), (plain, all_of_them)):
+            for each, set_gradients in ((both.optimizer, mine), (both.plain, all_of_them)):
                 set_gradients(0)
                 if ends == "closure":
                     each.step(functools.partial(set_gradients, 1))
@@ -543,15 +517,14 @@ def own_methods_after_assigned_gradients() -> None:
                     each.first_step()
                     set_gradients(1)
                     each.second_step()
-            equal(model, reference, f"{how}, {ends}, step {step}")
+            both.equal(f"{how}, {ends}, step {step}")
 
 
 @check
 def own_methods_where_a_rank_has_no_gradients() -> None:
     """One error on every rank, as soon as the others take part in a step."""
     usual = process.current("the check").config
-    model, _ = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Fisher(model.parameters()))
+    model, optimizer = twins(Fisher)[:2]
     problem = ""
     try:
         if wfbp.rank() == 0:
@@ -571,28 +544,20 @@ def own_methods_where_a_rank_has_no_gradients() -> None:
 def own_methods_after_synchronize_and_clipping() -> None:
     """They see whole averages, clipped, and are not averaged again; those that follow are new."""
     for schedule, declared in itertools.product(SCHEDULES, (True, None)):
-        model, reference = pair()
-        optimizer: Any = wfbp.DistributedOptimizer(
-            Fisher(model.parameters()), schedule=schedule, optimizer_sharding=declared
-        )
-        plain = Fisher(reference.parameters())
+        both = twins(Fisher, schedule=schedule, optimizer_sharding=declared)
         for step in range(STEPS):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            averaged(reference, square, step, wfbp.size())
+            both.optimizer.zero_grad()
+            both.backward(step)
             if step % 2:
-                optimizer.clip_grad_norm_(0.1)
-                nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+                both.clip(0.1)
             else:
-                optimizer.synchronize()
-            optimizer.add()
-            plain.add()
+                both.optimizer.synchronize()
+            both.optimizer.add()
+            both.plain.add()
             if step % 3 == 0:
-                assign(model, wfbp.rank(), 100 + step)
-                averaged(reference, assign, 100 + step, wfbp.size())
-            optimizer.step()
-            plain.step()
-            equal(model, reference, f"{schedule}, {declared}, step {step}")
+                both.backward(100 + step, assign)
+            both.update()
+            both.equal(f"{schedule}, {declared}, step {step}")
 
 
 class Fisher(Descent):
@@ -648,9 +613,8 @@ def own_methods_that_run_backward() -> None:
     def losses(model: nn.Module, rank: int, step: int) -> list[torch.Tensor]:
         return [model(data(step, rank, k + 1, 5)).square().mean() for k in range(2)]
 
-    model, reference = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(RunsBackward(model.parameters()))
-    plain: Any = RunsBackward(reference.parameters())
+    both = twins(RunsBackward)
+    model, optimizer, reference, plain = both
     for step in range(3 * STEPS):
         every = [losses(reference, rank, step) for rank in range(wfbp.size())]
         means = [torch.stack(each).mean() for each in zip(*every, strict=True)]
@@ -664,7 +628,7 @@ def own_methods_that_run_backward() -> None:
             else:
                 each.whole(*mine)
             each.zero_grad()
-        equal(model, reference, f"step {step}")
+        both.equal(f"step {step}")
     optimizer.zero_grad()
     loss = losses(model, wfbp.rank(), 0)[0]
     assert refused(lambda: optimizer.step(None, lambda: loss), "function", "argument 2")
@@ -690,8 +654,7 @@ def gradients_changed_after_clipping() -> None:
         remove,
     ]
     for schedule, change in itertools.product(SCHEDULES, changes):
-        model, _ = pair()
-        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
+        model, optimizer = twins(schedule=schedule)[:2]
         for step in range(4):
             square(model, wfbp.rank(), step)
             optimizer.clip_grad_norm_(0.1)
@@ -710,9 +673,8 @@ def gradients_changed_after_clipping() -> None:
 @check
 def a_plain_step_after_a_skipped_one() -> None:
     """Also if one rank has no gradients, and if the program assigns them."""
-    model, reference = pair()
-    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), model.named_parameters())
-    plain = momentum(reference.parameters())
+    both = twins()
+    model, optimizer = both[:2]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
     def some(net: nn.Module, rank: int, step: int) -> None:
@@ -728,13 +690,12 @@ def a_plain_step_after_a_skipped_one() -> None:
             scaler.update()
             if step % 4:
                 continue
-            averaged(reference, square, step, wfbp.size())
+            both.follow(step)
         else:
             some(model, wfbp.rank(), step)
             optimizer.step()
-            averaged(reference, some, step, wfbp.size())
-        plain.step()
-        equal(model, reference, f"step {step}")
+            both.follow(step, some)
+        both.equal(f"step {step}")
 
 
 class Further(torch.optim.SGD):
@@ -754,18 +715,15 @@ class Further(torch.optim.SGD):
 def further_arguments_of_step() -> None:
     """They reach the optimizer, by position or name, also after clipping and with a closure."""
     for schedule, declared in itertools.product(SCHEDULES, (True, None)):
-        model, reference = pair()
-        optimizer: Any = wfbp.DistributedOptimizer(
-            Further(model.parameters(), 0.1), schedule=schedule, optimizer_sharding=declared
+        both = twins(
+            functools.partial(Further, lr=0.1), schedule=schedule, optimizer_sharding=declared
         )
-        plain = Further(reference.parameters(), 0.1)
+        model, optimizer, reference, plain = both
         for step in range(STEPS):
             optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            averaged(reference, square, step, wfbp.size())
+            both.backward(step)
             if step == 3:
-                optimizer.clip_grad_norm_(0.1)
-                nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+                both.clip(0.1)
             rates = [torch.tensor(0.5 + step)]
             if step % 4 == 1:
                 again = functools.partial(square, model, wfbp.rank(), step)
@@ -776,12 +734,11 @@ def further_arguments_of_step() -> None:
                     p.grad += grad  # type: ignore[operator]
                 plain.step(None, 2.0, rates=rates)
             elif step % 4 == 2:
-                optimizer.step()
-                plain.step()
+                both.update()
             else:
                 for each in (optimizer, plain):
                     each.step(None, 0.5, rates=rates)
-            equal(model, reference, f"{schedule}, {declared}, step {step}")
+            both.equal(f"{schedule}, {declared}, step {step}")
 
 
 class Differs(Descent):
@@ -804,30 +761,23 @@ def gradients_that_an_optimizer_keeps() -> None:
     """They are never overwritten: as an object, or as a view of it."""
     sharding = (True, None)
     for whole, declared, schedule in itertools.product((True, False), sharding, SCHEDULES):
-        model, reference = pair()
-        optimizer = wfbp.DistributedOptimizer(
-            Differs(model.parameters(), whole=whole),
-            schedule=schedule,
-            optimizer_sharding=declared,
+        both = twins(
+            functools.partial(Differs, whole=whole), schedule=schedule, optimizer_sharding=declared
         )
-        plain = Differs(reference.parameters(), whole=whole)
         for step in range(2 * STEPS):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            averaged(reference, square, step, wfbp.size())
+            both.optimizer.zero_grad()
+            both.backward(step)
             if step % 5 == 4:
-                optimizer.synchronize()
-            optimizer.step()
-            plain.step()
-            equal(model, reference, f"{schedule}, {declared}, step {step}")
+                both.optimizer.synchronize()
+            both.update()
+            both.equal(f"{schedule}, {declared}, step {step}")
 
 
 @with_schedules
 def gradients_that_a_program_keeps() -> None:
     """Averages of all steps, as objects, views and NumPy arrays."""
     for schedule in SCHEDULES:
-        model, reference = pair()
-        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
+        model, optimizer, reference, _ = twins(schedule=schedule)
         kept: list[tuple[Any, torch.Tensor]] = []
         for step in range(2 * STEPS):
             optimizer.zero_grad()
@@ -851,8 +801,7 @@ def gradients_that_a_program_keeps() -> None:
 @check
 def averages_that_nobody_keeps_are_not_copied() -> None:
     """Then ``p.grad`` is memory of the message; nothing here may refer to the gradient before."""
-    model, _ = pair()
-    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule="oasr")
+    model, optimizer = twins(schedule="oasr")[:2]
     sync, are_there = optimizer._wfbp_sync, []
     for step in range(2 * STEPS):
         optimizer.zero_grad()
@@ -863,6 +812,13 @@ def averages_that_nobody_keeps_are_not_copied() -> None:
             are_there += [lent.has(grad) for grad, lent in pairs]
     assert are_there
     assert all(are_there), are_there
+
+
+def wrapped(nets: tuple[nn.Module, nn.Module], schedule: str) -> Twins:
+    """Two equal models whose gradients a program has prepared."""
+    model, reference = nets
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
+    return Twins(model, optimizer, reference, momentum(reference.parameters()))
 
 
 def in_one_memory(net: nn.Module) -> torch.Tensor:
@@ -886,9 +842,8 @@ def gradients_in_a_list() -> None:
 
     cases = [("wrapping", True), ("first step", False), ("a step", True), ("later", False)]
     for (when, is_flat), schedule in itertools.product([*cases, ("memory", True)], SCHEDULES):
-        model, reference = pair()
+        nets = pair()
         lists: list[list[torch.Tensor]] = []
-        nets = (model, reference)
         if when == "wrapping":
             for net in nets:
                 for p in net.parameters():
@@ -896,25 +851,21 @@ def gradients_in_a_list() -> None:
             lists = [listed(net, is_flat) for net in nets]
         elif when == "memory":
             lists = [[in_one_memory(net)] for net in nets]
-        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
-        plain = momentum(reference.parameters())
+        both = wrapped(nets, schedule)
+        model, optimizer = both[:2]
         for step in range(2 * STEPS):
-            for grads, each in zip(lists or ([], []), (optimizer, plain), strict=True):
+            for grads, each in zip(lists or ([], []), (optimizer, both.plain), strict=True):
                 for grad in grads:
                     grad.zero_()
                 if not lists:
                     each.zero_grad()
-            square(model, wfbp.rank(), step)
-            for rank in range(wfbp.size()):
-                loss = reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
-                loss.backward()
+            both.add(step)
             if when == "first step" and step == 0:
                 lists = [listed(net, is_flat) for net in nets]
-            optimizer.step()
-            plain.step()
+            both.update()
             if (when, step) in (("a step", 0), ("later", STEPS)):
                 lists = [listed(net, is_flat) for net in nets]
-            equal(model, reference, f"{when}, {is_flat}, {schedule}, step {step}")
+            both.equal(f"{when}, {is_flat}, {schedule}, step {step}")
         optimizer.synchronize()
         for p, found in zip(model.parameters(), listed(model, is_flat), strict=True):
             same(found.view(p.shape), p.grad, "in the list")  # type: ignore[arg-type]
@@ -924,87 +875,61 @@ def gradients_in_a_list() -> None:
 def gradients_clipped_in_their_memory() -> None:
     """By a program that has given all of them one tensor, between ``synchronize()`` and step."""
     for schedule in SCHEDULES:
-        model, reference = pair()
-        memories = [in_one_memory(net) for net in (model, reference)]
-        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
-        plain = momentum(reference.parameters())
+        nets = pair()
+        memories = [in_one_memory(net) for net in nets]
+        both = wrapped(nets, schedule)
         for step in range(2 * STEPS):
             for memory in memories:
                 memory.zero_()
-            square(model, wfbp.rank(), step)
-            for rank in range(wfbp.size()):
-                loss = reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
-                loss.backward()
-            optimizer.synchronize()
+            both.add(step)
+            both.optimizer.synchronize()
             for memory in memories:
                 memory.mul_(torch.clamp(0.05 / memory.norm(), max=1.0))
-            with optimizer.skip_synchronize():
-                optimizer.step()
-            plain.step()
-            equal(model, reference, f"{schedule}, step {step}")
+            both.step_synchronized()
+            both.plain.step()
+            both.equal(f"{schedule}, step {step}")
 
 
 @with_schedules
 def clipping_without_a_removed_parameter() -> None:
     """The program has taken it out of the optimizer's groups: it counts no more."""
     for schedule in SCHEDULES:
-        model, reference = pair()
-        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
-        plain = momentum(reference.parameters())
+        both = twins(schedule=schedule)
         for step in range(2 * STEPS):
             if step == STEPS:
-                for each in (optimizer, plain):
+                for each in (both.optimizer, both.plain):
                     del each.param_groups[0]["params"][1]
-            optimizer.zero_grad()
-            reference.zero_grad()
-            model.zero_grad()
-            square(model, wfbp.rank(), step)
-            for rank in range(wfbp.size()):
-                loss = reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
-                loss.backward()
-            optimizer.clip_grad_norm_(0.05)
-            nn.utils.clip_grad_norm_(plain.param_groups[0]["params"], 0.05)
-            optimizer.step()
-            plain.step()
-            equal(model, reference, f"{schedule}, step {step}")
+            for each in (both.optimizer, *both.nets):
+                each.zero_grad()
+            both.add(step)
+            both.optimizer.clip_grad_norm_(0.05)
+            nn.utils.clip_grad_norm_(both.plain.param_groups[0]["params"], 0.05)
+            both.update()
+            both.equal(f"{schedule}, step {step}")
 
 
 @with_schedules
 def clipped_gradients_that_are_carried_over() -> None:
     """Decayed instead of zeroed, or stepped twice: the same under every schedule."""
 
-    def clip(optimizer: Any, net: nn.Module) -> None:
-        if hasattr(optimizer, "clip_grad_norm_"):
-            optimizer.clip_grad_norm_(0.05)
-        else:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-
     for how, schedule in itertools.product(("decayed", "twice", "added"), SCHEDULES):
-        model, reference = pair()
-        optimizer = wfbp.DistributedOptimizer(
-            torch.optim.Adam(model.parameters(), 0.01), schedule=schedule
-        )
-        plain = torch.optim.Adam(reference.parameters(), 0.01)
+        both = twins(functools.partial(torch.optim.Adam, lr=0.01), schedule=schedule)
         for step in range(2 * STEPS):
-            for p in (*model.parameters(), *reference.parameters()):
+            for p in (*both.model.parameters(), *both.reference.parameters()):
                 if how == "decayed" and p.grad is not None:
                     p.grad.mul_(0.9)
                 elif how == "twice":
                     p.grad = None
-            square(model, wfbp.rank(), step)
-            for rank in range(wfbp.size()):
-                loss = reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
-                loss.backward()
-            for each, net in ((optimizer, model), (plain, reference)):
-                if step % 3:
-                    clip(each, net)
-                each.step()
-                if how == "twice":
-                    each.step()
-            equal(model, reference, f"{how}, {schedule}, step {step}")
+            both.add(step)
+            if step % 3:
+                both.clip(0.05)
+            both.update()
+            if how == "twice":
+                both.update()
+            both.equal(f"{how}, {schedule}, step {step}")
 
 
-class Twins(nn.Module):
+class OneMemory(nn.Module):
     """Two parameters to whose gradients autograd gives one memory, on rank 0 alone."""
 
     def __init__(self) -> None:
@@ -1022,68 +947,51 @@ class Twins(nn.Module):
 def gradients_that_share_memory() -> None:
     """Each gets its own average, and is clipped once."""
     for schedule, clips in itertools.product(SCHEDULES, (False, True)):
-        model, reference = Twins(), Twins()
-        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
-        plain = momentum(reference.parameters())
+        both = twins(model=OneMemory(), schedule=schedule)
         for step in range(2 * STEPS):
-            optimizer.zero_grad()
-            model.backward(wfbp.rank(), step)
-            averaged(reference, Twins.backward, step, wfbp.size())  # type: ignore[arg-type]
+            both.optimizer.zero_grad()
+            both.backward(step, OneMemory.backward)  # type: ignore[arg-type]
             if clips:
-                optimizer.clip_grad_norm_(0.3)
-                nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
-            optimizer.step()
-            plain.step()
-            equal(model, reference, f"{schedule}, {clips}, step {step}")
+                both.clip(0.3)
+            both.update()
+            both.equal(f"{schedule}, {clips}, step {step}")
 
 
 @with_schedules
 def gradients_moved_to_shared_memory() -> None:
     """As queues of ``torch.multiprocessing`` do: later averages are new ones."""
     for schedule in SCHEDULES:
-        model, reference = pair()
-        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule=schedule)
-        plain = momentum(reference.parameters())
+        both = twins(schedule=schedule)
         for step in range(2 * STEPS):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            averaged(reference, square, step, wfbp.size())
-            optimizer.synchronize()
+            both.optimizer.zero_grad()
+            both.backward(step)
+            both.optimizer.synchronize()
             if step % 5 == 2:
-                for p in model.parameters():
+                for p in both.model.parameters():
                     assert p.grad is not None
                     p.grad.share_memory_()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            plain.step()
-            equal(model, reference, f"{schedule}, step {step}")
+            both.update()
+            both.equal(f"{schedule}, step {step}")
 
 
 @with_schedules
 def kept_gradients_that_are_clipped() -> None:
     """Also where every rank updates all, and gradients grow after they were sent."""
     for schedule in ("oasr", "independent", "dear"):
-        model, reference = pair()
-        optimizer = wfbp.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 1.0), schedule=schedule, optimizer_sharding=False
+        both = twins(
+            functools.partial(torch.optim.SGD, lr=1.0), schedule=schedule, optimizer_sharding=False
         )
-        plain = torch.optim.SGD(reference.parameters(), 1.0)
         kept: list[Any] = []
         for step in range(2 * STEPS):
-            for p in (*model.parameters(), *reference.parameters()):
+            for p in (*both.model.parameters(), *both.reference.parameters()):
                 if p.grad is not None:
                     p.grad.mul_(0.5)
             for again in range(1 + (step > STEPS and step % 3 == 0)):
-                square(model, wfbp.rank(), 2 * step + again)
-                for rank in range(wfbp.size()):
-                    loss = reference(data(2 * step + again, rank, 4, 5)).square().mean()
-                    (loss / wfbp.size()).backward()
-            kept = kept or [p.grad for p in model.parameters()]
-            found = optimizer.clip_grad_norm_(0.02)
-            wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.02)
-            same(found, wanted, f"{schedule}, norm of step {step}", 1e-9)
-            optimizer.step()
-            plain.step()
-            equal(model, reference, f"{schedule}, step {step}")
+                both.add(2 * step + again)
+            kept = kept or [p.grad for p in both.model.parameters()]
+            same(*both.clip(0.02), f"{schedule}, norm of step {step}", 1e-9)
+            both.update()
+            both.equal(f"{schedule}, step {step}")
 
 
 @check
@@ -1095,16 +1003,17 @@ def methods_that_a_program_adds() -> None:
         for p in self.param_groups[0]["params"]:
             p.sub_(p.grad)
 
-    model, reference = pair()
-    inner: Any = torch.optim.SGD(model.parameters(), 0.1)
-    inner.first_step = types.MethodType(first_step, inner)
-    optimizer: Any = wfbp.DistributedOptimizer(inner)
+    def make(params: Any) -> torch.optim.Optimizer:
+        sgd: Any = torch.optim.SGD(params, 0.1)
+        sgd.first_step = types.MethodType(first_step, sgd)
+        return sgd
+
+    both = twins(make)
     for step in range(3):
-        assign(model, wfbp.rank(), step)
-        averaged(reference, assign, step, wfbp.size())
-        optimizer.first_step()
-        first_step(torch.optim.SGD(reference.parameters(), 0.1))
-        equal(model, reference, f"step {step}")
+        both.backward(step, assign)
+        for each in (both.optimizer, both.plain):
+            each.first_step()
+        both.equal(f"step {step}")
 
 
 @check
@@ -1115,18 +1024,15 @@ def tensors_in_a_setting() -> None:
         betas = torch.tensor(0.9), torch.tensor(0.999)
         return torch.optim.Adam(params, lr=0.01, betas=betas, foreach=False)
 
-    model, reference = pair()
-    optimizer = wfbp.DistributedOptimizer(make(model.parameters()), optimizer_sharding=False)
-    plain = make(reference.parameters())
+    both = twins(make, optimizer_sharding=False)
     for step in range(STEPS):
-        for each in (optimizer, plain):
+        for each in (both.optimizer, both.plain):
             each.zero_grad()
-        square(model, wfbp.rank(), step)
-        averaged(reference, square, step, wfbp.size())
-        for each in (optimizer, plain):
+        both.backward(step)
+        for each in (both.optimizer, both.plain):
             each.step()
             each.param_groups[0]["betas"][0].fill_(0.1 + 0.8 * (step % 2))
-        equal(model, reference, f"step {step}")
+        both.equal(f"step {step}")
 
 
 class Scaled(Descent):
@@ -1144,39 +1050,24 @@ RATES = {"all": 1.0}
 @check
 def changed_right_after_a_step() -> None:
     """An attribute or a global that ``step`` reads."""
-    model, reference = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Scaled(model.parameters()), optimizer_sharding=False)
-    plain = Scaled(reference.parameters())
+    both = twins(Scaled, optimizer_sharding=False)
     for step in range(STEPS):
         RATES["all"] = 1.0 + step
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        for each in (optimizer, plain):
+        both.step(step)
+        for each in (both.optimizer, both.plain):
             each.scale *= 0.5
         RATES["all"] = 100.0
-    equal(model, reference)
+    both.equal()
     # A rate computed from another tensor, which cannot be copied as it is.
-    model, reference = pair()
     base = torch.tensor(0.01, requires_grad=True)
-    optimizer = wfbp.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=base * 1.0), optimizer_sharding=False
-    )
-    plain = torch.optim.Adam(reference.parameters(), lr=base * 1.0)
+    both = twins(lambda params: torch.optim.Adam(params, lr=base * 1.0), optimizer_sharding=False)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-    equal(model, reference)
+        both.step(step)
+    both.equal()
     # State that a program has kept: once it has looked at any, no update waits for a parameter to
     # be used. (The second one, because hybrids of these tests decouple every other one.)
-    model, reference = pair()
-    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), optimizer_sharding=False)
-    plain = momentum(reference.parameters())
+    both = twins(optimizer_sharding=False)
+    model, optimizer, reference, plain = both
     waited, entries = False, []
     for step in range(2 * STEPS):
         if step == STEPS:
@@ -1185,16 +1076,14 @@ def changed_right_after_a_step() -> None:
         square(model, wfbp.rank(), step)
         optimizer.step()
         waited |= type(model[0].bias) is Pending
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
+        both.follow(step)
         for entry in entries:
             entry["momentum_buffer"].zero_()
-    equal(model, reference)
+    both.equal()
     assert waited or process.current("").config.schedule == "auto"
     # State of the original optimizer, which nothing tells of reads, changed before the update.
-    model, _ = pair()
-    original = momentum(model.parameters())
-    optimizer = wfbp.DistributedOptimizer(original, optimizer_sharding=False)
+    model, optimizer = twins(optimizer_sharding=False)[:2]
+    original = optimizer._wfbp_original
     waits = False
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -1303,9 +1192,7 @@ def side_by_side(*acts: Callable[[], object]) -> None:
 @check
 def threads_that_clip() -> None:
     """Each thread clips, and steps, another optimizer."""
-    models = [pair() for _ in range(2)]
-    optimizers = [wfbp.DistributedOptimizer(momentum(m.parameters())) for m, _ in models]
-    plain = [momentum(reference.parameters()) for _, reference in models]
+    pairs = [twins() for _ in range(2)]
 
     def backward(which: int) -> Any:
         def act(model: nn.Module, rank: int, step: int) -> None:
@@ -1313,36 +1200,30 @@ def threads_that_clip() -> None:
 
         return act
 
+    def train(both: Twins) -> None:
+        both.clip(0.1)
+        both.update()
+
     for step in range(STEPS):
-        for which, (model, _) in enumerate(models):
-            optimizers[which].zero_grad()
-            backward(which)(model, wfbp.rank(), step)
-            optimizers[which].clip_grad_norm_(1e9)  # which averages, and leaves all as it is
-
-        def train(which: int) -> None:
-            optimizers[which].clip_grad_norm_(0.1)
-            optimizers[which].step()
-
-        acts = [functools.partial(train, which) for which in range(2)]
+        for which, both in enumerate(pairs):
+            both.optimizer.zero_grad()
+            both.backward(step, backward(which))
+            both.clip(1e9)  # which averages, and leaves all as it is
+        acts = [functools.partial(train, both) for both in pairs]
         if step >= STEPS - 2:
             side_by_side(*acts)
         else:
             for act in acts:
                 act()
-        for which, (_, reference) in enumerate(models):
-            averaged(reference, backward(which), step, wfbp.size())
-            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-            plain[which].step()
-    for which, (model, reference) in enumerate(models):
-        agree(model, f"model {which}:")
-        equal(model, reference, f"model {which}:")
+    for which, both in enumerate(pairs):
+        agree(both.model, f"model {which}:")
+        both.equal(f"model {which}:")
 
 
 @check
 def threads_that_gather_state() -> None:
     """Each thread has another rank's optimizer state brought to its optimizer."""
-    models = [pair()[0] for _ in range(2)]
-    optimizers = [wfbp.DistributedOptimizer(momentum(m.parameters())) for m in models]
+    models, optimizers = zip(*(twins()[:2] for _ in range(2)), strict=True)
     for step in range(STEPS):
         for which, model in enumerate(models):
             optimizers[which].zero_grad()
@@ -1385,21 +1266,19 @@ def decorated_step() -> None:
         torch.optim.SGD(mlp(2, 2).parameters(), lr=0.1)  # PyTorch has decorated SGD.step by now
         model, reference = pair()
         optimizer: Any = Counted(model.parameters(), lr=0.1)
-        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
         if wrapped:
             optimizer = wfbp.DistributedOptimizer(optimizer)
+        both = Twins(model, optimizer, reference, torch.optim.SGD(reference.parameters(), lr=0.1))
         hooks = []
         optimizer.register_step_pre_hook(lambda *_, hooks=hooks: hooks.append(1))
         for step in range(4):
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
             if wrapped:
-                optimizer.zero_grad()
-                square(model, wfbp.rank(), step)
+                both.step(step)
             else:
                 averaged(model, square, step, wfbp.size())
-            optimizer.step()
-        equal(model, reference, f"wrapped {wrapped}")
+                optimizer.step()
+                both.follow(step)
+        both.equal(f"wrapped {wrapped}")
         calls = optimizer.param_groups[0].get("calls", 0)
         assert (calls, len(hooks)) == (4, 4), f"{calls} calls, {len(hooks)} of hooks in 4 steps"
 
@@ -1428,18 +1307,14 @@ def step_of_an_instance() -> None:
     inner.step = step_and_follow
 
     def train() -> None:
-        optimizer = wfbp.DistributedOptimizer(inner)
+        both = Twins(model, wfbp.DistributedOptimizer(inner), reference, plain)
         for step in range(STEPS):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
+            both.step(step)
             follow(average, reference)
 
     if not refused(train, "step"):
-        equal(model, reference)
-        equal(kept, average, "average of")
+        equal(model.parameters(), reference.parameters())
+        equal(kept.parameters(), average.parameters(), "average of")
 
 
 @check
@@ -1514,14 +1389,12 @@ def readings(params: list[torch.Tensor], sums: list[torch.Tensor]) -> list[Calla
 @check
 def gradients_that_are_read() -> None:
     """Between backward and the step, in every way."""
-    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-    reference.load_state_dict(model.state_dict())
+    both = twins()
+    model, optimizer, reference, _ = both
     params = list(model.parameters())
     found = [torch.zeros_like(p) for p in params]
     wanted = [torch.zeros_like(p) for p in params]
     reads = readings(params, found)
-    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()))
-    plain = momentum(reference.parameters())
     for step in range(2 * len(reads)):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         square(model, wfbp.rank(), step)
@@ -1532,9 +1405,8 @@ def gradients_that_are_read() -> None:
         for total, q in zip(wanted, reference.parameters(), strict=True):
             assert q.grad is not None
             total.add_(q.grad)
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        equal(model, reference, f"step {step}")
+        both.follow(step)
+        both.equal(f"step {step}")
         for a, b in zip(found, wanted, strict=True):
             same(a, b, f"sum of gradients in step {step}", 1e-9)
 
@@ -1549,16 +1421,10 @@ def sparse_or_dense(model: nn.Module, rank: int, step: int) -> None:
 @check
 def sparse_and_dense_gradients() -> None:
     """Of one parameter, on different ranks."""
-    model, optimizer = words()
-    reference = copy.deepcopy(model)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    both = twins(functools.partial(torch.optim.SGD, lr=0.1), Words(), schedule="layerwise")
     for step in range(5):
-        optimizer.zero_grad()
-        sparse_or_dense(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, sparse_or_dense, step, wfbp.size())
-        plain.step()
-        equal(model, reference, f"step {step}")
+        both.step(step, sparse_or_dense)
+        both.equal(f"step {step}")
 
 
 class Around(torch.optim.Optimizer):
@@ -1824,22 +1690,15 @@ class Wrapper:
 
 @check
 def wrapped_by_an_object_of_a_derived_class() -> None:
-    model, reference = pair()
-    optimizer = wfbp.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
-    )
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    wrapper = Wrapper(optimizer)
+    both = twins(functools.partial(torch.optim.SGD, lr=0.1))
+    wrapper = Wrapper(both.optimizer)
     assert isinstance(wrapper, torch.optim.SGD)
     for step in range(3):
-        model(data(step, wfbp.rank(), 4, 5)).square().mean().backward()
+        square(both.model, wfbp.rank(), step)
         wrapper.step()
-        optimizer.zero_grad()
-        losses = [reference(data(step, r, 4, 5)).square().mean() for r in range(wfbp.size())]
-        torch.stack(losses).mean().backward()
-        plain.step()
-        plain.zero_grad()
-        equal(model, reference, f"step {step}")
+        both.optimizer.zero_grad()
+        both.follow(step)
+        both.equal(f"step {step}")
 
 
 @check
@@ -1876,7 +1735,7 @@ def refused_second_wrapping() -> None:
         optimizer.step(evaluate)
         plain.step(evaluate_all)
         agree(model, f"step {step}")
-        equal(model, reference, f"step {step}")
+        equal(model.parameters(), reference.parameters(), f"step {step}")
 
 
 @check
@@ -1898,7 +1757,7 @@ def sparse_as_dense_alone() -> None:
         nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         for each in (optimizer, plain):
             each.step()
-        equal(model, reference, f"step {step}")
+        equal(model.parameters(), reference.parameters(), f"step {step}")
     for each in sets:
         wfbp.remove_process_set(each)
 
@@ -1999,10 +1858,11 @@ def script_modules() -> None:
             plain = momentum(reference.parameters())
             if made == "after":
                 trained = script = torch.jit.script(model)
+            both = Twins(trained, optimizer, reference, plain)
             for step in range(STEPS + 2):
                 if made == "late":
                     script = None  # nothing but the model holds the parameters during the step
-                step_both(trained, optimizer, reference, plain, step)
+                both.step(step)
                 if made == "late":
                     script = torch.jit.script(model)
                 read, wanted = SCRIPT_READS[step % len(SCRIPT_READS)]
@@ -2073,9 +1933,8 @@ def forked(act: Callable[[], None]) -> None:
 @check
 def forked_processes() -> None:
     """They train a copy: neither this rank nor a process between both sees what they write."""
-    model, reference = pair()
-    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), model.named_parameters())
-    plain = momentum(reference.parameters())
+    both = twins()
+    model, optimizer = both[:2]
     results = [wfbp.allreduce(torch.ones(5000)), wfbp.allgather(torch.ones(5000))]
 
     def seen() -> list[torch.Tensor]:
@@ -2108,12 +1967,12 @@ def forked_processes() -> None:
         results[0].zero_()
 
     for step in range(STEPS):
-        step_both(model, optimizer, reference, plain, step)
+        both.step(step)
         if step % 3 == 1:
             before = seen()
             forked(child)
             unchanged(before, "rank")
-    equal(model, reference)
+    both.equal()
 
 
 @check
@@ -2157,7 +2016,7 @@ def operations_in_compiled_code() -> None:
         plain.step()
         if step == 3:
             graphs.clear()
-    equal(model, reference)
+    equal(model.parameters(), reference.parameters())
     assert not graphs, f"{len(graphs)} graphs after the fourth step"
     torch._dynamo.reset()
 
@@ -2168,22 +2027,17 @@ def hooks_are_not_compiled() -> None:
     cached: Any = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
     for compiled_from in (0, 3):
         torch._dynamo.reset()
-        model, reference = pair()
-        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule="ps_layerwise")
-        plain = momentum(reference.parameters())
+        both = twins(schedule="ps_layerwise")
+        model = both.model
         for step in range(STEPS):
-            optimizer.zero_grad()
-            plain.zero_grad()
+            both.optimizer.zero_grad()
             net: Any = model if step < compiled_from else torch.compile(model, backend="eager")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*global hooks")
-                net(data(step, wfbp.rank(), 4, 5)).square().mean().backward()
-            for rank in range(wfbp.size()):
-                loss = reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
-                loss.backward()
-            optimizer.step()
-            plain.step()
-            equal(model, reference, f"compiled from step {compiled_from} on, step {step}")
+                square(net, wfbp.rank(), step)
+            both.optimizer.step()
+            both.follow(step)
+            both.equal(f"compiled from step {compiled_from} on, step {step}")
         assert not cached(pending._before_forward.__code__)
     torch._dynamo.reset()
 

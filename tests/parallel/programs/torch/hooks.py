@@ -11,7 +11,7 @@ from torch import nn
 import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
-from tests.parallel.programs.torch.training import averaged, compare, mlp, momentum, square
+from tests.parallel.programs.torch.training import mlp, momentum, square, twins
 from tests.support.sharding import SHARDING
 
 check = Checks()
@@ -48,7 +48,8 @@ def step_hooks_run_once_a_step() -> None:
 def step_hooks_see_what_one_process_would() -> None:
     """Averages before, parameters up to date afterwards; both may be changed."""
 
-    def make(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        params = list(parameters)
         optimizer = momentum(params)
 
         def before(*_: Any) -> None:
@@ -63,70 +64,52 @@ def step_hooks_see_what_one_process_would() -> None:
         return optimizer
 
     for update in UPDATES:
-        model = mlp(5, 7, 7, 3)
-        wfbp.broadcast_parameters(model.state_dict())
-        reference = copy.deepcopy(model)
-        inner = make(list(model.parameters()))
-        optimizer = wfbp.torch.DistributedOptimizer(inner, optimizer_sharding=SHARDING[update])
-        plain = make(list(reference.parameters()))
+        both = twins(make, mlp(5, 7, 7, 3), optimizer_sharding=SHARDING[update])
         for step in range(12):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
-            compare(model, reference, f"{update}, step {step}", 1e-11)
+            both.step(step)
+            both.compare(f"{update}, step {step}", 1e-11)
+
+
+def total_norm(model: nn.Module) -> float:
+    return float(nn.utils.get_total_norm([p.grad for p in model.parameters()]))  # type: ignore[misc]
 
 
 @check
 def a_step_hook_on_one_rank() -> None:
     """As for a log: the other ranks must not be left behind."""
     for update in UPDATES:
-        model = mlp(5, 7, 3)
-        wfbp.broadcast_parameters(model.state_dict())
-        reference = copy.deepcopy(model)
-        optimizer = wfbp.torch.DistributedOptimizer(
-            momentum(model.parameters()), optimizer_sharding=SHARDING[update]
-        )
-        plain = momentum(reference.parameters())
+        both = twins(optimizer_sharding=SHARDING[update])
         norms: list[float] = []
         if wfbp.rank() == 0:
 
-            def log(*_: Any, model: nn.Module = model, norms: list[float] = norms) -> None:
-                norms.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters()])))  # type: ignore[misc]
+            def log(*_: Any, model: nn.Module = both.model, norms: list[float] = norms) -> None:
+                norms.append(total_norm(model))
 
-            optimizer.register_step_pre_hook(log)
+            both.optimizer.register_step_pre_hook(log)
         for step in range(12):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            wanted = float(nn.utils.get_total_norm([p.grad for p in reference.parameters()]))  # type: ignore[misc]
-            plain.step()
+            both.step(step)
+            wanted = total_norm(both.reference)
             if norms:
                 assert abs(norms[-1] - wanted) <= 1e-11 * wanted, (update, step)
-            compare(model, reference, f"{update}, step {step}", 1e-11)
+            both.compare(f"{update}, step {step}", 1e-11)
 
 
 @check
 def the_original_does_not_step() -> None:
-    """It would step on what one rank has seen. What else it is asked, it passes on."""
-    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    original = momentum(model.parameters())
-    optimizer = wfbp.torch.DistributedOptimizer(original)
-    plain = momentum(reference.parameters())
-    schedule = torch.optim.lr_scheduler.ExponentialLR(original, 0.9)
-    expected = torch.optim.lr_scheduler.ExponentialLR(plain, 0.9)
+    """It would step on what one rank has seen. It passes on all other calls."""
+    both = twins()
+    original = both.optimizer._wfbp_original
+    schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (original, both.plain)
+    ]
     for step in range(12):
         original.zero_grad()
-        square(model, wfbp.rank(), step)
+        square(both.model, wfbp.rank(), step)
         raises(RuntimeError, "SGD", "DistributedOptimizer() returned", act=original.step)
-        optimizer.step()
+        both.optimizer.step()
         if step == 8:
             original.load_state_dict(copy.deepcopy(original.state_dict()))
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        schedule.step()
-        expected.step()
-        compare(model, reference, f"step {step}", 1e-11)
+        both.follow(step)
+        for scheduler in schedulers:
+            scheduler.step()
+        both.compare(f"step {step}", 1e-11)

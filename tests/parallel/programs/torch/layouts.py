@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,13 +14,13 @@ from tests.parallel.programs.torch.training import (
     adamw,
     averaged,
     check_training,
-    compare,
     data,
     mlp,
     momentum,
     passes,
     same,
     square,
+    twins,
 )
 
 check = Checks()
@@ -121,11 +121,8 @@ def mixed_element_types() -> None:
     def backward(model: nn.Module, rank: int, step: int) -> None:
         model(rank, step).backward()
 
-    def plain(params: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.01)  # type: ignore[arg-type]
-
     # Averages are rounded once to 8 bits: a step of one unit in the last place is allowed.
-    check_training(Mixed(), backward, plain, tolerance=2.0**-7, steps=6)
+    check_training(Mixed(), backward, partial(torch.optim.SGD, lr=0.01), tolerance=2.0**-7, steps=6)
 
 
 @check
@@ -232,20 +229,16 @@ def complex_parameters() -> None:
 @check
 def complex_parameters_that_are_clipped() -> None:
     for norm_type in (2.0, 3.0, float("inf")):
-        model, reference = Waves(), Waves()
-        optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
-        plain = adamw(reference.parameters())
+        both = twins(adamw, Waves())
         for step in range(4):
-            optimizer.zero_grad()
-            waves(model, wfbp.rank(), step)
-            norm = optimizer.clip_grad_norm_(0.1, norm_type)
-            averaged(reference, waves, step, wfbp.size())
-            some = [p for p in reference.parameters() if p.numel()]
+            both.optimizer.zero_grad()
+            both.backward(step, waves)
+            norm = both.optimizer.clip_grad_norm_(0.1, norm_type)
+            some = [p for p in both.reference.parameters() if p.numel()]
             wanted = nn.utils.clip_grad_norm_(some, 0.1, norm_type)
             same(norm, wanted, "norm", 1e-12)
-            optimizer.step()
-            plain.step()
-        compare(model, reference, "clipped", 1e-12)
+            both.update()
+        both.compare("clipped")
 
 
 @check
@@ -282,29 +275,27 @@ def complex_and_sparse() -> None:
         model.weight = nn.Parameter(torch.randn(9, 5, dtype=torch.complex128))
         return model
 
-    def plain(params: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1)  # type: ignore[arg-type]
+    check_training(make(), backward, sgd, schedule="layerwise")
+    check_training(make(), backward, sgd, sparse_as_dense=True)
 
-    check_training(make(), backward, plain, schedule="layerwise")
-    check_training(make(), backward, plain, sparse_as_dense=True)
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def sparse_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 2)).double()
 
 
 @check
 def sparse_gradients() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 2)).double()
-
     def backward(model: nn.Module, rank: int, step: int) -> None:
         model(torch.tensor([rank, step % 9])).square().sum().backward()
 
-    def plain(params: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1)  # type: ignore[arg-type]
-
-    check_training(make(), backward, plain, sparse_as_dense=True)
-    model = make()
+    check_training(sparse_model(), backward, sgd, sparse_as_dense=True)
+    model = sparse_model()
     optimizer = wfbp.torch.DistributedOptimizer(
-        plain(model.parameters()), model.named_parameters(), schedule="ps"
+        sgd(model.parameters()), model.named_parameters(), schedule="ps"
     )
     raises(
         ValueError,
@@ -326,25 +317,17 @@ def sparse_gradients_that_stay_sparse() -> None:
         found = model[0](rows) if step % 4 != 3 else model[0].weight.sum(0)
         model[1](found).square().sum().backward()
 
-    def make() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 2)).double()
-
-    def plain(params: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1)  # type: ignore[arg-type]
-
-    model, _ = check_training(make(), backward, plain, schedule="layerwise")
+    model, _ = check_training(sparse_model(), backward, sgd, schedule="layerwise")
     assert model[0].weight.grad is None or not model[0].weight.grad.is_sparse  # step 11 was dense
-    check_training(make(), backward, plain, schedule="oasr")
+    check_training(sparse_model(), backward, sgd, schedule="oasr")
     for as_dense in (False, True):
-        model = nn.Embedding(9, 5, sparse=True).double()
-        reference = copy.deepcopy(model)
-        optimizer = wfbp.torch.DistributedOptimizer(
-            torch.optim.SparseAdam(list(model.parameters()), lr=0.1),
+        both = twins(
+            lambda params: torch.optim.SparseAdam(list(params), lr=0.1),
+            nn.Embedding(9, 5, sparse=True).double(),
             sparse_as_dense=as_dense,
             schedule="oasr",
         )
-        whole = torch.optim.SparseAdam(list(reference.parameters()), lr=0.1)
+        model, optimizer, reference, whole = both
         for step in range(8):
             optimizer.zero_grad()
             whole.zero_grad()
@@ -367,8 +350,8 @@ def sparse_gradients_that_stay_sparse() -> None:
 
 @check
 def sum_instead_of_average() -> None:
-    model = mlp(5, 7, 3)
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Sum)
+    both = twins(op=wfbp.Sum)
+    model, optimizer = both[:2]
     for step in range(8):
         optimizer.zero_grad()
         square(model, wfbp.rank(), step)
@@ -378,36 +361,23 @@ def sum_instead_of_average() -> None:
         averaged(other, square, step, wfbp.size())
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             same(p.grad, q.grad * wfbp.size(), "sum", 1e-12)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        both.step_synchronized()
 
 
 @check
 def gradients_replaced_in_another_order() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).double()
-    model = model.to(memory_format=torch.channels_last)
-    wfbp.broadcast_parameters(model.state_dict())
-    reference = copy.deepcopy(model)
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    plain = momentum(reference.parameters())
+    both = twins(model=model.to(memory_format=torch.channels_last))
 
     def backward(net: nn.Module, rank: int, step: int) -> None:
         net(data(step, rank, 2, 3, 4, 4)).square().mean().backward()
 
-    def replace(net: nn.Module, step: int) -> None:
-        for p in net.parameters():
-            assert p.grad is not None
-            p.grad = p.grad.mean().expand_as(p) if step % 2 else p.grad.contiguous() * 2
-
     for step in range(10):
-        optimizer.zero_grad()
-        backward(model, wfbp.rank(), step)
-        optimizer.synchronize()
-        replace(model, step)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        averaged(reference, backward, step, wfbp.size())
-        replace(reference, step)
-        plain.step()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        same(p.detach(), q.detach(), "at the end", 1e-11)
+        both.optimizer.zero_grad()
+        both.backward(step, backward)
+        both.optimizer.synchronize()
+        for p in (*both.model.parameters(), *both.reference.parameters()):
+            p.grad = p.grad.mean().expand_as(p) if step % 2 else p.grad.contiguous() * 2
+        both.step_synchronized()
+        both.plain.step()
+    both.equal("at the end", 1e-11)

@@ -11,17 +11,17 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
+    Twins,
     adamw,
     averaged,
     compare,
     data,
     due,
+    equal,
     mlp,
     momentum,
     pair,
-    same,
     square,
-    train,
 )
 
 check = Checks()
@@ -64,8 +64,7 @@ def gan(zero_by_model: bool) -> None:
         )
         plain_gen.step()
         for net, ref in ((dis, dis_ref), (gen, gen_ref)):
-            for p, q in zip(net.parameters(), ref.parameters(), strict=True):
-                same(p.detach(), q.detach(), f"step {step}", 1e-12)
+            equal(net.parameters(), ref.parameters(), f"step {step}", 1e-12)
 
 
 @check
@@ -116,7 +115,7 @@ def wrapping_again() -> None:
     inner = momentum(model.parameters())
     for turn in range(4):
         optimizer = wfbp.torch.DistributedOptimizer(inner, model.named_parameters())
-        train(model, optimizer, reference, plain, 5 * turn, 5 * turn + 5)
+        Twins(model, optimizer, reference, plain).train(range(5 * turn, 5 * turn + 5))
         square(model, wfbp.rank(), 99)  # begun, never taken
         if turn % 2:
             del optimizer
@@ -147,8 +146,7 @@ def parameter_group_added() -> None:
             optimizer.step()
             averaged(reference, square, step, wfbp.size())
             plain.step()
-            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-                same(p.detach(), q.detach(), f"step {step}", 1e-12)
+            equal(model.parameters(), reference.parameters(), f"step {step}", 1e-12)
 
 
 @check

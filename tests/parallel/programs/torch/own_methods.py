@@ -15,8 +15,16 @@ import torch
 
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import Checks
-from tests.parallel.programs.torch.defects import SCHEDULES, Descent, agree, assign, equal, refused
-from tests.parallel.programs.torch.training import averaged, check_training, data, pair, square
+from tests.parallel.programs.torch.defects import SCHEDULES, Descent, agree, assign, refused
+from tests.parallel.programs.torch.training import (
+    Twins,
+    averaged,
+    check_training,
+    data,
+    pair,
+    square,
+    twins,
+)
 
 check = Checks()
 
@@ -185,9 +193,8 @@ def update(how: str, optimizer: Any, run: Callable[[], None]) -> None:
 def own_methods_of_every_form() -> None:
     """With and without ``zero_grad()``; the next ``step()`` is right, too."""
     for how in (*AFTER, *AROUND):
-        model, reference = pair()
-        optimizer = wfbp.DistributedOptimizer(Moves(model.parameters()))
-        plain = Moves(reference.parameters())
+        both = twins(Moves)
+        model, optimizer, reference, plain = both
         for step in range(STEPS):
             number = [10 * step]
 
@@ -209,22 +216,19 @@ def own_methods_of_every_form() -> None:
                     each.step()
                 else:
                     update(how, each, run)
-            equal(model, reference, f"{how}, step {step}")
+            both.equal(f"{how}, step {step}")
         agree(model, how)
 
 
 @check
 def methods_of_an_optimizer_inside() -> None:
-    model, reference = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Delegating(Moves(model.parameters())))
-    plain = Moves(reference.parameters())
+    both = twins(lambda params: Delegating(Moves(params)))
     for step in range(STEPS):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.move(1.0)
-        averaged(reference, square, step, wfbp.size())
-        plain.move(1.0)
-        equal(model, reference, f"step {step}")
+        both.optimizer.zero_grad()
+        both.backward(step)
+        for each in (both.optimizer, both.plain):
+            each.move(1.0)
+        both.equal(f"step {step}")
 
 
 @check
@@ -236,22 +240,22 @@ def functions_that_a_program_puts_into_sgd() -> None:
         for p in params:
             p.sub_(lr * p.grad)
 
+    def make(parameters: Any) -> Any:
+        params = list(parameters)
+        sgd: Any = torch.optim.SGD(params, 0.1)
+        sgd.move = functools.partial(move, params, 0.1)
+        return sgd
+
     for schedule in SCHEDULES:
-        model, reference = pair()
-        both: list[Any] = [torch.optim.SGD(net.parameters(), 0.1) for net in (model, reference)]
-        for sgd, net in zip(both, (model, reference), strict=True):
-            params = list(net.parameters())
-            sgd.move = functools.partial(move, params, 0.1)
-        optimizer, plain = wfbp.DistributedOptimizer(both[0], schedule=schedule), both[1]
-        for each, net in ((optimizer, model), (plain, reference)):
+        both = twins(make, schedule=schedule)
+        for each, net in ((both.optimizer, both.model), (both.plain, both.reference)):
             each.late = lambda net=net: move(net.parameters(), 0.05)
         for step in range(2 * STEPS):
-            square(model, wfbp.rank(), step)
-            averaged(reference, square, step, wfbp.size())
-            for each in (optimizer, plain):
+            both.backward(step)
+            for each in (both.optimizer, both.plain):
                 (each.step, each.move, each.late)[step % 3]()
                 each.zero_grad()
-            equal(model, reference, f"{schedule}, step {step}")
+            both.equal(f"{schedule}, step {step}")
 
 
 class Differentiates(Moves):
@@ -317,12 +321,10 @@ def loss_of(model: Any, step: int) -> torch.Tensor:
 def methods_that_differentiate() -> None:
     """``step()`` averages gradients that they set. To use them at once is an error, unless the
     program is within ``skip_synchronize()``."""
-    model, reference = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Differentiates(model.parameters()))
-    plain = Differentiates(reference.parameters())
+    both = twins(Differentiates)
+    model, optimizer = both[:2]
     for step in range(3 * STEPS):
-        averaged(reference, assign, step, wfbp.size())
-        plain.step()
+        both.follow(step, assign)
         if step % 3 == 0:
             optimizer.compute(loss_of(model, step))
             optimizer.step()
@@ -332,7 +334,7 @@ def methods_that_differentiate() -> None:
         else:
             with optimizer.skip_synchronize():
                 optimizer.average_and_update(loss_of(model, step))
-        equal(model, reference, f"step {step}")
+        both.equal(f"step {step}")
     update = functools.partial(optimizer.update, loss_of(model, 0))
     assert refused(update, "update() has updated parameters", "torch.autograd.grad", "backward()")
     optimizer.zero_grad()
@@ -347,15 +349,13 @@ def methods_that_differentiate() -> None:
 @check
 def losses_that_an_optimizer_differentiates() -> None:
     """``backward()`` on the loss of a closure is averaged; ``torch.autograd.grad`` is an error."""
-    model, reference = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Differentiates(model.parameters()))
-    plain = Differentiates(reference.parameters())
+    both = twins(Differentiates)
+    model, optimizer = both[:2]
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = optimizer.step(lambda step=step: loss_of(model, step))
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        equal(model, reference, f"step {step}")
+        both.follow(step)
+        both.equal(f"step {step}")
         assert len(set(map(float, wfbp.allgather(loss.detach().reshape(1))))) == 1
     optimizer = wfbp.DistributedOptimizer(DifferentiatesItself(model.parameters()))
     assert refused(lambda: optimizer.step(lambda: loss_of(model, 0)), "closure's loss", "averaged")
@@ -406,10 +406,7 @@ def updates_by_what_ranks_have_for_themselves() -> None:
     """One error on all ranks, unless the program says that ranks may differ."""
     for update in (by_a_property, by_a_loss, by_noise):
         for checks in (True, False):
-            model, _ = pair()
-            optimizer = wfbp.DistributedOptimizer(
-                UsesItsOwn(model.parameters()), check_parameters=checks
-            )
+            model, optimizer = twins(UsesItsOwn, check_parameters=checks)[:2]
             for step in range(2 * STEPS):
                 optimizer.zero_grad()
                 # Settings are compared before the first step.
@@ -423,26 +420,32 @@ def updates_by_what_ranks_have_for_themselves() -> None:
             optimizer.zero_grad()
 
 
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Messages that wfbp logs within the block."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wfbp").addHandler(handler)
+    yield texts
+    logging.getLogger("wfbp").removeHandler(handler)
+
+
 @check
 def rounding_is_no_drift() -> None:
     """Unlike processors may round otherwise; what is more than that is told, or an error."""
     for change, told, fails in ((4e-16, 0, False), (1e-8, 1, False), (1e-1, 0, True)):
-        warned: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record, warned=warned: warned.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("wfbp").addHandler(handler)
-        model, _ = pair()
-        optimizer = wfbp.DistributedOptimizer(Moves(model.parameters()))
+        model, optimizer = twins(Moves)[:2]
         failed = False
-        for step in range(2 * STEPS):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            failed |= refused(optimizer.step, "parameters have drifted apart")
-            if step == 1:
-                with torch.no_grad():
-                    for p in model.parameters():
-                        p.mul_(1 + change * (wfbp.rank() == 1))
-        logging.getLogger("wfbp").removeHandler(handler)
+        with logged() as warned:
+            for step in range(2 * STEPS):
+                optimizer.zero_grad()
+                square(model, wfbp.rank(), step)
+                failed |= refused(optimizer.step, "parameters have drifted apart")
+                if step == 1:
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.mul_(1 + change * (wfbp.rank() == 1))
         drifted = [text for text in warned if "drifted apart" in text]
         assert len(drifted) == (told if wfbp.rank() == 0 else 0), (change, warned)
         assert failed == fails, change
@@ -459,21 +462,16 @@ class Reports(Descent):
 @check
 def parameters_that_change_without_a_step() -> None:
     """Gradients that are cleared each time are told; so are methods that cannot be called."""
-    warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("wfbp").addHandler(handler)
-    model, _ = pair()
-    optimizer = wfbp.DistributedOptimizer(Reports(model.parameters()))
-    for step in range(STEPS):
+    with logged() as warned:
+        model, optimizer = twins(Reports)[:2]
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.1 * p.grad)
         optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(0.1 * p.grad)
-    optimizer.zero_grad()
-    optimizer.zero_grad()
-    logging.getLogger("wfbp").removeHandler(handler)
+        optimizer.zero_grad()
     for text in ("cleared without being averaged", "Reports has report, as distributed"):
         assert sum(text in each for each in warned) == (wfbp.rank() == 0), (text, warned)
 
@@ -514,7 +512,7 @@ class Searches(Descent):
 def closures_with_arguments() -> None:
     model, reference = pair()
     optimizer: Any = wfbp.DistributedOptimizer(Searches(model.parameters()))
-    plain = Descent(reference.parameters())
+    both = Twins(model, optimizer, reference, Descent(reference.parameters()))
     for step in range(STEPS):
 
         def closure(backward: bool, step: int = step) -> tuple[torch.Tensor, str]:
@@ -525,9 +523,8 @@ def closures_with_arguments() -> None:
             return loss, "loss"
 
         losses = optimizer.step(closure)
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        equal(model, reference, f"step {step}")
+        both.follow(step)
+        both.equal(f"step {step}")
         for loss in losses:
             assert len(set(map(float, wfbp.allgather(loss.detach().reshape(1))))) == 1
 
@@ -536,19 +533,14 @@ def closures_with_arguments() -> None:
 def steps_in_inference_mode() -> None:
     for schedule in SCHEDULES:
         for set_to_none in (True, False):
-            model, reference = pair()
-            optimizer = wfbp.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), 0.1), schedule=schedule
-            )
-            plain = torch.optim.SGD(reference.parameters(), 0.1)
+            both = twins(functools.partial(torch.optim.SGD, lr=0.1), schedule=schedule)
             for step in range(2 * STEPS):
-                optimizer.zero_grad(set_to_none=set_to_none)
-                square(model, wfbp.rank(), step)
+                both.optimizer.zero_grad(set_to_none=set_to_none)
+                square(both.model, wfbp.rank(), step)
                 with torch.inference_mode():
-                    optimizer.step()
-                averaged(reference, square, step, wfbp.size())
-                plain.step()
-                equal(model, reference, f"{schedule}, step {step}")
+                    both.optimizer.step()
+                both.follow(step)
+                both.equal(f"{schedule}, step {step}")
 
 
 class Given(Descent):
@@ -562,8 +554,7 @@ class Given(Descent):
 
 @check
 def arguments_of_step_with_tensors() -> None:
-    model, _ = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Given(model.parameters()))
+    model, optimizer = twins(Given)[:2]
     params = list(model.parameters())
     own = torch.autograd.grad(loss_of(model, 0), params)
     optimizer.step({"grads": [wfbp.allreduce(grad) for grad in own]})
@@ -576,9 +567,7 @@ def arguments_of_step_with_tensors() -> None:
 @check
 def state_of_sharded_parameters() -> None:
     """To look for it is an error; ``state_dict()`` has it."""
-    model, _ = pair()
-    adam = torch.optim.Adam(model.parameters())
-    optimizer = wfbp.DistributedOptimizer(adam, schedule="independent")
+    model, optimizer = twins(torch.optim.Adam, schedule="independent")[:2]
     for step in range(2 * STEPS):
         optimizer.zero_grad()
         square(model, wfbp.rank(), step)
@@ -600,9 +589,8 @@ def state_of_sharded_parameters() -> None:
 @check
 def gradients_that_are_written_where_pytorch_counts_nothing() -> None:
     """Before a further method they are averaged, as those that PyTorch counts."""
-    model, reference = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Moves(model.parameters()))
-    plain = Moves(reference.parameters())
+    both = twins(Moves)
+    model, optimizer = both[:2]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     for step in range(STEPS):
@@ -611,11 +599,11 @@ def gradients_that_are_written_where_pytorch_counts_nothing() -> None:
             torch.autograd.grad(loss_of(model, step), list(model.parameters())),
             strict=True,
         ):
-            p.grad.data.copy_(grad)  # type: ignore[union-attr]
+            p.grad.data.copy_(grad)
         optimizer.move(1.0)
-        averaged(reference, square, step, wfbp.size())
-        plain.move(1.0)
-        equal(model, reference, f"step {step}")
+        averaged(both.reference, square, step, wfbp.size())
+        both.plain.move(1.0)
+        both.equal(f"step {step}")
 
 
 class Lazy:
@@ -670,29 +658,24 @@ class Versatile(Descent):
             self.swap(-1.0)
 
 
-def train_both(optimizer: Any, model: Any, reference: Any, steps: Any, where: str) -> None:
-    plain = Descent(reference.parameters())
+def train_both(both: Twins, steps: Any, where: str) -> None:
     for step in steps:
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        equal(model, reference, f"{where}, step {step}")
+        both.step(step)
+        both.equal(f"{where}, step {step}")
 
 
 @check
 def methods_that_one_rank_calls_alone() -> None:
     """Also before the first step, after a step that is left out, and as a context manager."""
-    model, reference = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Versatile(model.parameters()))
+    both = twins(Versatile)
+    model, optimizer = both[:2]
     assert optimizer.count == len(list(model.parameters()))
     if wfbp.rank() == 0:
         with torch.no_grad():
             model[0].weight.mul_(2.0)
     optimizer.train()
     wfbp.broadcast_parameters(model.state_dict(), root_rank=wfbp.size() - 1)
-    train_both(optimizer, model, reference, range(3), "first")
+    train_both(both, range(3), "first")
     square(model, wfbp.rank(), 99)
     optimizer.synchronize()
     if wfbp.rank() == 0:
@@ -704,15 +687,14 @@ def methods_that_one_rank_calls_alone() -> None:
             for p in model.parameters():
                 p.mul_(0.5)
     optimizer.zero_grad()
-    train_both(optimizer, model, reference, range(3, 9), "then")
+    train_both(both, range(3, 9), "then")
 
 
 @check
 def methods_that_call_step_with_a_closure() -> None:
-    model, reference = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Versatile(model.parameters()))
+    both = twins(Versatile)
+    model, optimizer = both[:2]
     optimizer.outer = lambda closure: (optimizer.log(), optimizer.minimize(closure))
-    plain = Descent(reference.parameters())
     for step in range(STEPS):
 
         def closure(step: int = step) -> torch.Tensor:
@@ -722,20 +704,17 @@ def methods_that_call_step_with_a_closure() -> None:
             return loss
 
         (optimizer.outer if step % 2 else optimizer.minimize)(closure)
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        equal(model, reference, f"step {step}")
+        both.follow(step)
+        both.equal(f"step {step}")
 
 
 @check
 def functions_that_are_replaced() -> None:
     """Also where ranks update shards by a copy of the optimizer."""
     for schedule in SCHEDULES:
-        model, reference = pair()
-        optimizer: Any = wfbp.DistributedOptimizer(
-            Versatile(model.parameters()), schedule=schedule, optimizer_sharding=True
-        )
-        train_both(optimizer, model, reference, range(2 * STEPS), schedule)
+        both = twins(Versatile, schedule=schedule, optimizer_sharding=True)
+        model, optimizer = both[:2]
+        train_both(both, range(2 * STEPS), schedule)
         optimizer.transform = torch.zeros_like
         before = [p.detach().clone() for p in model.parameters()]
         square(model, wfbp.rank(), 0)
@@ -747,8 +726,7 @@ def functions_that_are_replaced() -> None:
 @check
 def an_exception_within_a_context_manager() -> None:
     """On one rank: it propagates at once, and this rank does not wait for the others."""
-    model, _ = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Moves(model.parameters()))
+    model, optimizer = twins(Moves)[:2]
     optimizer.zero_grad()
 
     def fail() -> None:
@@ -779,8 +757,7 @@ def parameters_that_no_gradient_reaches() -> None:
 @check
 def losses_that_a_program_keeps() -> None:
     """They keep no optimizer; predictions and counts beside losses stay this rank's."""
-    model, _ = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Versatile(model.parameters()))
+    model, optimizer = twins(Versatile)[:2]
     rank = wfbp.rank()
 
     def closure() -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
 import wfbp
-import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
     Branches,
     adamw,
-    averaged,
     check_training,
-    compare,
     data,
     due,
     mlp,
     passes,
+    twins,
 )
 
 check = Checks()
@@ -116,12 +113,10 @@ def accumulation_within_no_sync() -> None:
                 model(batch, *used).square().mean().backward()
 
     for model in (Branches(), mlp(5, 7, 3)):
-        reference = copy.deepcopy(model)
-        optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
-        plain = adamw(reference.parameters())
+        both = twins(adamw, model)
+        optimizer = both.optimizer
         for step in range(12):
-            averaged(reference, lambda m, r, s: run(m, r, s, nullcontext), step, wfbp.size())
-            plain.step()
+            both.follow(step, lambda m, r, s: run(m, r, s, nullcontext))
             optimizer.zero_grad(set_to_none=isinstance(model, Branches))
             if step == 5:
                 with optimizer.no_sync():
@@ -136,6 +131,6 @@ def accumulation_within_no_sync() -> None:
                 run(model, wfbp.rank(), step, optimizer.no_sync)
             optimizer.step()
             if due(step, 12):
-                compare(model, reference, f"step {step}", 1e-12)
+                both.compare(f"step {step}")
     optimizer.set_backward_passes_per_step(2)
     raises(RuntimeError, "backward_passes_per_step=1", act=optimizer.no_sync().__enter__)

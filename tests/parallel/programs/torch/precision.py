@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,12 +12,12 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
-    averaged,
     check_training,
     data,
     mlp,
     momentum,
     same,
+    twins,
 )
 
 check = Checks()
@@ -28,11 +28,9 @@ def scaled(
 ) -> tuple[nn.Module, list[float]]:
     """Train with a gradient scaler; in some steps rank 0's loss is infinite."""
     torch.manual_seed(5)
-    model, reference = mlp(5, 7, 3).float(), mlp(5, 7, 3).float()
-    reference.load_state_dict(model.state_dict())
-    make = (lambda p: torch.optim.Adam(p, lr=0.01, fused=True)) if fused else momentum
-    optimizer = wfbp.torch.DistributedOptimizer(make(model.parameters()))
-    plain = make(reference.parameters())
+    make = partial(torch.optim.Adam, lr=0.01, fused=True) if fused else None
+    both = twins(make, mlp(5, 7, 3).float())
+    model, optimizer = both[:2]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
     scales = []
     for step in range(12):
@@ -55,10 +53,8 @@ def scaled(
         scaler.update()
         scales.append(scaler.get_scale())
         if step not in infinite:
-            averaged(reference, lambda m, r, s: loss_of(m, r).backward(), step, wfbp.size())
-            plain.step()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            same(p.detach(), q.detach(), f"step {step}", 1e-5)
+            both.follow(step, lambda m, r, s: loss_of(m, r).backward())
+        both.equal(f"step {step}", 1e-5)
     return model, scales
 
 
@@ -127,7 +123,7 @@ def rounded(
 
 @check
 def compression() -> None:
-    """As one process that rounds before and behind the average; clipped, accumulated, sharded."""
+    """As one process that rounds before and after the average; clipped, accumulated, sharded."""
 
     def backward(net: nn.Module, rank: int, step: int) -> None:
         net(data(step, rank, 4, 5, dtype=torch.float32)).square().mean().backward()
@@ -143,24 +139,20 @@ def compression() -> None:
             (1, True, True),
         ):
             torch.manual_seed(3)
-            model = mlp(5, 7, 3).float()
-            reference = copy.deepcopy(model)
-            optimizer = wfbp.torch.DistributedOptimizer(
-                momentum(model.parameters()),
+            both = twins(
+                model=mlp(5, 7, 3).float(),
                 compression=kind,
                 backward_passes_per_step=passes,
                 optimizer_sharding=sharding,
             )
-            plain = momentum(reference.parameters())
+            model, optimizer, reference, _ = both
             for step in range(12):
                 optimizer.zero_grad()
                 for part in range(passes):
                     backward(model, wfbp.rank(), passes * step + part)
                 rounded(reference, backward, step, passes, dtype)
                 if clips:
-                    norm = optimizer.clip_grad_norm_(0.1)
-                    wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-                    same(norm, wanted, f"{dtype}, norm of step {step}", 1e-5)
+                    same(*both.clip(0.1), f"{dtype}, norm of step {step}", 1e-5)
                 if step == 8 and wfbp.size() > 1:
                     optimizer.synchronize()
                     grads = [p.grad for p in model.parameters()]
@@ -168,14 +160,12 @@ def compression() -> None:
                     for g, p in zip(grads, reference.parameters(), strict=True):
                         same(g, p.grad, f"{dtype}, gradient of step {step}", 1e-2)
                         p.grad.copy_(g)  # what is rounded otherwise must not add up
-                    with optimizer.skip_synchronize():
-                        optimizer.step()
+                    both.step_synchronized()
                 else:
                     optimizer.step()
-                plain.step()
+                both.plain.step()
                 if step % 3 == 2:
-                    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-                        same(p.detach(), q.detach(), f"{dtype}, step {step}", 1e-5)
+                    both.equal(f"{dtype}, step {step}", 1e-5)
             bits = [p.detach().numpy().tobytes() for p in model.parameters()]
             assert all(theirs == bits for theirs in wfbp.allgather_object(bits))
             if wfbp.size() > 1:

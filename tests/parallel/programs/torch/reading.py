@@ -15,44 +15,32 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.torch.training import (
+    Twins,
     adamw,
-    averaged,
     check_training,
-    compare,
     data,
     due,
     mlp,
-    momentum,
     same,
     square,
+    twins,
 )
 from wfbp.runtime import process
 
 check = Checks()
 
 
-def beside(
-    between: Callable[[nn.Module], object], steps: int = 14, make: Callable[[Any], Any] = adamw
-) -> None:
+def beside(between: Callable[[nn.Module], torch.Tensor], steps: int = 14) -> None:
     """Train; what is done to the model between steps must be what a single process does.
 
     Nothing else reads parameters there, but after some steps.
     """
-    model, reference = mlp(5, 7, 7, 3), mlp(5, 7, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    optimizer = wfbp.torch.DistributedOptimizer(make(model.parameters()))
-    plain = make(reference.parameters())
+    both = twins(adamw, mlp(5, 7, 7, 3))
     for step in range(steps):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        found, wanted = between(model), between(reference)
-        if isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor):
-            same(found, wanted, f"step {step}: between steps", 1e-11)
+        both.step(step)
+        same(*map(between, both.nets), f"step {step}: between steps", 1e-11)
         if due(step, steps):
-            compare(model, reference, f"step {step}", 1e-12)
+            both.compare(f"step {step}")
 
 
 @check
@@ -72,21 +60,14 @@ def evaluation_between_steps() -> None:
 
 @check
 def data_read_after_synchronize() -> None:
-    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    held = list(model.parameters())
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(held))
-    plain = momentum(reference.parameters())
+    both = twins()
+    held = list(both.model.parameters())
     for step in range(10):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
+        both.step(step)
         if step % 3 == 2:
-            optimizer.zero_grad()
-            optimizer.synchronize()
-            for p, q in zip(held, reference.parameters(), strict=True):
+            both.optimizer.zero_grad()
+            both.optimizer.synchronize()
+            for p, q in zip(held, both.reference.parameters(), strict=True):
                 same(p.data, q.data, f"step {step}", 1e-12)
 
 
@@ -124,41 +105,29 @@ def compiled_model() -> None:
 
 
 def train_compiled(backend: Any) -> None:
-    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    # It is told of hooks on all modules, which are there while forward is measured.
+    # It warns of hooks on all modules, which exist while forward is measured.
     warnings.filterwarnings("ignore", "Using `torch.compile")
     warnings.filterwarnings("ignore", module="torch._dynamo")
-    compiled = torch.compile(model, backend=backend)
-    optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
-    plain = adamw(reference.parameters())
+    both = twins(adamw)
+    compiled = torch.compile(both.model, backend=backend)
     for step in range(10):
-        optimizer.zero_grad()
+        both.optimizer.zero_grad()
         square(compiled, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
+        both.optimizer.step()
+        both.follow(step)
         if due(step, 10):
-            compare(model, reference, f"step {step}", 1e-12)
+            both.compare(f"step {step}")
 
 
 @check
 def training_that_just_ends() -> None:
     """The optimizer goes while parameters travel: the model must be whole all the same."""
     for steps in range(1, 12, 2):
-        model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-        reference.load_state_dict(model.state_dict())
-        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-        plain = momentum(reference.parameters())
+        both = twins()
         for step in range(steps):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
-        del optimizer
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            same(p.detach(), q.detach(), f"after {steps}", 1e-12)
+            both.step(step)
+        both = both._replace(optimizer=None)
+        both.equal(f"after {steps}", 1e-12)
 
 
 @check
@@ -170,17 +139,12 @@ def phases_of_fine_tuning() -> None:
     for phase in range(3):
         for net in (model, reference):
             net[0].requires_grad_(phase == 0)
-        chosen = [
-            net.parameters() if phase == 0 else net[2].parameters() for net in (model, reference)
-        ]
-        optimizer = wfbp.torch.DistributedOptimizer(adamw(chosen[0]))
-        kept.append(optimizer)
-        plain = adamw(chosen[1])
+        mine, other = (
+            adamw(net.parameters() if phase == 0 else net[2].parameters())
+            for net in (model, reference)
+        )
+        both = Twins(model, wfbp.torch.DistributedOptimizer(mine), reference, other)
+        kept.append(both)
         for step in range(8):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            same(p.detach(), q.detach(), f"phase {phase}", 1e-12)
+            both.step(step)
+        both.equal(f"phase {phase}", 1e-12)

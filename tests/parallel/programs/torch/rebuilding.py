@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,14 +20,13 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.torch.training import (
+    Twins,
     adamw,
-    averaged,
     data,
+    equal,
     mlp,
-    momentum,
     same,
-    square,
-    step_both,
+    twins,
 )
 from tests.support.sharding import SHARDING
 
@@ -37,28 +36,15 @@ LATE = 9
 """The step before which something happens: the plan has long been installed."""
 
 
-def decoupled(
-    model: nn.Module, update: str, make: Callable[[Any], torch.optim.Optimizer] = momentum
-) -> Any:
+def decoupled(update: str, make: Any = None, model: nn.Module | None = None) -> Twins:
     """Every tensor travels by itself, and is waited for where it is read."""
-    return wfbp.torch.DistributedOptimizer(
-        make(model.parameters()),
-        model.named_parameters(),
+    return twins(
+        make,
+        model or mlp(5, 7, 7, 3),
+        named=True,
         schedule="ps_layerwise",
         optimizer_sharding=SHARDING[update],
     )
-
-
-def twins() -> tuple[nn.Sequential, nn.Sequential]:
-    """Two models with the same parameters, on all ranks."""
-    model = mlp(5, 7, 7, 3)
-    wfbp.broadcast_parameters(model.state_dict())
-    return model, copy.deepcopy(model)
-
-
-def alike(model: nn.Module, reference: nn.Module, where: str) -> None:
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        same(p.detach(), q.detach(), where, 1e-11)
 
 
 def beside(happens: Callable[[nn.Sequential], Callable[[torch.Tensor], torch.Tensor]]) -> None:
@@ -67,21 +53,19 @@ def beside(happens: Callable[[nn.Sequential], Callable[[torch.Tensor], torch.Ten
     Updates are carried out when parameters are read: what is read without being noticed is always
     out of date.
     """
-    model, reference = twins()
-    optimizer, plain = decoupled(model, "replicated", adamw), adamw(reference.parameters())
-    held, wanted = list(model.parameters()), list(reference.parameters())
-    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [model, reference]
+    both = decoupled("replicated", adamw)
+    held, wanted = (list(net.parameters()) for net in both.nets)
+    calls = list(both.nets)
     for step in range(2 * LATE):
         if step == LATE:
-            calls = [happens(model), happens(reference)]
+            calls = list(map(happens, both.nets))
 
         def backward(net: nn.Module, rank: int, step: int, calls: Any = calls) -> None:
-            calls[net is reference](data(step, rank, 4, 5)).square().mean().backward()
+            calls[net is both.reference](data(step, rank, 4, 5)).square().mean().backward()
 
-        step_both(model, optimizer, reference, plain, step, backward)
-    optimizer.synchronize_parameters()
-    for p, q in zip(held, wanted, strict=True):
-        same(p.detach(), q.detach(), "at the end", 1e-10)
+        both.step(step, backward)
+    both.optimizer.synchronize_parameters()
+    equal(held, wanted, "at the end", 1e-10)
 
 
 @check
@@ -193,11 +177,8 @@ def steps_that_are_compiled() -> None:
         ("ps_layerwise", (whole, synchronized, evaluated, None)),
     ):
         for train in ways:
-            model, reference = twins()
-            optimizer: Any = wfbp.torch.DistributedOptimizer(
-                adamw(model.parameters()), schedule=schedule
-            )
-            plain = adamw(reference.parameters())
+            both = twins(adamw, mlp(5, 7, 7, 3), schedule=schedule)
+            model, optimizer = both[:2]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compiler
                 call = torch.compile(train or optimizer.step, backend="eager")
@@ -209,24 +190,22 @@ def steps_that_are_compiled() -> None:
                         call()
                     else:
                         call(model, optimizer, x)
-                    averaged(reference, square, step, wfbp.size())
-                    plain.step()
-            alike(model, reference, f"{schedule}: {train}")
+                    both.follow(step)
+            both.equal(f"{schedule}: {train}", 1e-11)
 
 
 @check
 def parameters_held_by_the_program() -> None:
-    """Up to date after one call, on a rank of its own choice; which is no step of training."""
-    model, reference = twins()
+    """Up to date after one call, on a rank that chooses when; which is no step of training."""
     for update in ("auto", "replicated"):
-        optimizer, plain = decoupled(model, update), momentum(reference.parameters())
-        held, wanted = list(model.parameters()), list(reference.parameters())
+        both = decoupled(update)
+        optimizer = both.optimizer
+        held, wanted = (list(net.parameters()) for net in both.nets)
         for step in range(2 * LATE):
-            step_both(model, optimizer, reference, plain, step)
+            both.step(step)
             if step % wfbp.size() == wfbp.rank():
                 optimizer.synchronize_parameters()
-                for p, q in zip(held, wanted, strict=True):
-                    same(p.detach(), q.detach(), f"{update}: step {step}", 1e-12)
+                equal(held, wanted, f"{update}: step {step}", 1e-12)
             if step % 5 == 4:
                 optimizer.synchronize_parameters()
                 with torch.no_grad():
@@ -242,33 +221,29 @@ def parameters_held_by_the_program() -> None:
 
 @check
 def changing_and_keeping_what_still_travels() -> None:
-    """Tensors that the program holds are changed, and kept for a backward, right behind a step."""
+    """Tensors that the program holds are changed, and kept for a backward, right after a step."""
     for update in ("auto", "replicated"):
-        model, reference = twins()
-        optimizer, plain = decoupled(model, update), momentum(reference.parameters())
-        held, wanted = dict(model.named_parameters()), dict(reference.named_parameters())
+        both = decoupled(update)
+        held = {net: dict(net.named_parameters()) for net in both.nets}
 
-        def backward(
-            net: nn.Module, rank: int, step: int, held: Any = held, wanted: Any = wanted
-        ) -> None:
-            own = wanted if net is reference else held  # noqa: B023 - called in the same turn
-            penalty = sum((p.square().sum() for p in own.values()), torch.zeros(()))
+        def backward(net: nn.Module, rank: int, step: int, held: Any = held) -> None:
+            penalty = sum((p.square().sum() for p in held[net].values()), torch.zeros(()))
             (net(data(step, rank, 4, 5)).square().mean() + 1e-2 * penalty).backward()
 
         for step in range(2 * LATE):
-            step_both(model, optimizer, reference, plain, step, backward)
-            for params in (held, wanted):
+            both.step(step, backward)
+            for params in held.values():
                 with torch.no_grad():
                     params["2.weight"].clamp_(-0.2, 0.2)
                     params["0.bias"].data.mul_(0.9)
-        alike(model, reference, update)
+        both.equal(update, 1e-11)
 
 
 @check
 def a_group_that_is_refused() -> None:
-    """All goes on as before."""
-    model, reference = twins()
-    optimizer, plain = decoupled(model, "auto", adamw), adamw(reference.parameters())
+    """Training continues as before."""
+    both = decoupled("auto", adamw)
+    model, optimizer = both[:2]
     for step in range(2 * LATE):
         if step == LATE:
             phase = optimizer.report().get("phase")
@@ -282,49 +257,47 @@ def a_group_that_is_refused() -> None:
                     optimizer.add_param_group({"params": params})
             assert len(optimizer.param_groups) == 1
             assert optimizer.report().get("phase") == phase
-        step_both(model, optimizer, reference, plain, step)
-    alike(model, reference, "after a group was refused")
+        both.step(step)
+    both.equal("after a group was refused", 1e-11)
 
 
 @check
 def another_state() -> None:
     """Momentum is reset by giving the optimizer a new dictionary."""
-    model, reference = twins()
     for update in ("auto", "replicated"):
-        optimizer, plain = decoupled(model, update, adamw), adamw(reference.parameters())
+        both = decoupled(update, adamw)
         for step in range(2 * LATE):
             if step == LATE:
-                optimizer.state = defaultdict(dict)
-                plain.state = defaultdict(dict)
-            step_both(model, optimizer, reference, plain, step)
-        found, wanted = optimizer.state_dict()["state"], plain.state_dict()["state"]
+                for each in (both.optimizer, both.plain):
+                    each.state = defaultdict(dict)
+            both.step(step)
+        found, wanted = (o.state_dict()["state"] for o in (both.optimizer, both.plain))
         assert found.keys() == wanted.keys()
         for k in wanted:
             for name in ("exp_avg", "exp_avg_sq"):
                 same(found[k][name], wanted[k][name], f"{update}: {name} of {k}", 1e-11)
-        alike(model, reference, update)
+        both.equal(update, 1e-11)
 
 
 @check
 def another_state_and_another_wrapper() -> None:
     """The original has the state, too."""
-    model, reference = twins()
     for update in ("auto", "replicated"):
-        original, plain = adamw(model.parameters()), adamw(reference.parameters())
+        both = decoupled(update, adamw)
+        original = both.optimizer._wfbp_original
         for number in range(2):
-            optimizer = wfbp.torch.DistributedOptimizer(
-                original,
-                model.named_parameters(),
-                schedule="ps_layerwise",
-                optimizer_sharding=SHARDING[update],
-            )
+            if number:
+                optimizer = wfbp.torch.DistributedOptimizer(
+                    original, schedule="ps_layerwise", optimizer_sharding=SHARDING[update]
+                )
+                both = both._replace(optimizer=optimizer)
             for step in range(LATE):
                 if step == LATE - 2 and number == 0:
-                    optimizer.state = defaultdict(dict)
-                    plain.state = defaultdict(dict)
-                step_both(model, optimizer, reference, plain, step)
-        alike(model, reference, update)
-        found, wanted = optimizer.state_dict()["state"], plain.state_dict()["state"]
+                    for each in (both.optimizer, both.plain):
+                        each.state = defaultdict(dict)
+                both.step(step)
+        both.equal(update, 1e-11)
+        found, wanted = (o.state_dict()["state"] for o in (both.optimizer, both.plain))
         assert found.keys() == wanted.keys()
         assert found[0]["step"] == wanted[0]["step"] == LATE + 2
 
@@ -340,16 +313,11 @@ class Renewing(torch.optim.SGD):
 
 @check
 def an_optimizer_that_renews_its_state() -> None:
-    model, reference = twins()
-
-    def make(params: Any) -> torch.optim.Optimizer:
-        return Renewing(params, lr=0.05, momentum=0.9)
-
     for update in ("auto", "replicated"):
-        optimizer, plain = decoupled(model, update, make), make(reference.parameters())
+        both = decoupled(update, partial(Renewing, lr=0.05, momentum=0.9))
         for step in range(2 * LATE):
-            step_both(model, optimizer, reference, plain, step)
-        alike(model, reference, update)
+            both.step(step)
+        both.equal(update, 1e-11)
 
 
 @check
@@ -358,24 +326,20 @@ def parameters_that_are_parts_of_one_tensor() -> None:
     for update in ("auto", "replicated"):
         model = nn.Sequential(*(nn.Linear(5, 5, bias=k == 1) for k in range(3))).double()
         whole = torch.stack([layer.weight.detach() for layer in model])  # type: ignore[union-attr]
-        wfbp.broadcast_parameters({"whole": whole})
         for layer, part in zip(model, whole.unbind(), strict=True):
             layer.weight = nn.Parameter(part)
-        wfbp.broadcast_parameters(model.state_dict())
-        reference = copy.deepcopy(model)
-        optimizer, plain = decoupled(model, update), momentum(reference.parameters())
+        both = decoupled(update, model=model)
         for step in range(2 * LATE):
-            step_both(model, optimizer, reference, plain, step)
-        alike(model, reference, update)
+            both.step(step)
+        both.equal(update, 1e-11)
 
 
 @check
 def two_losses_and_a_step_for_each() -> None:
-    """The second backward comes behind the first step, which has not changed what it needs."""
+    """The second backward comes after the first step, which has not changed what it needs."""
     for update in ("auto", "replicated"):
-        model = nn.ModuleList([mlp(5, 3), mlp(5, 7, 3)])
-        wfbp.broadcast_parameters(model.state_dict())
-        optimizer = decoupled(model, update)
+        model: Any = nn.ModuleList([mlp(5, 3), mlp(5, 7, 3)])
+        optimizer = decoupled(update, model=model).optimizer
         for step in range(2 * LATE):
             optimizer.zero_grad()
             losses = [part(data(step, wfbp.rank(), 4, 5)).square().mean() for part in model]

@@ -16,12 +16,11 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
     adamw,
-    averaged,
     data,
     mlp,
     momentum,
     same,
-    square,
+    twins,
 )
 from tests.support.sharding import SHARDING
 from wfbp.runtime import process as runtimes
@@ -108,46 +107,26 @@ def check_saved(saved: bytes, model: nn.Module, plain: torch.optim.Optimizer, wh
 
 @check
 def a_state_that_does_not_fit_changes_nothing() -> None:
-    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
-    plain = adamw(reference.parameters())
+    both = twins(adamw)
     unfit: dict[str, Any] = {"state": {}, "param_groups": []}
     for step in range(12):
         if step == 8:
-            raises(ValueError, "groups", act=lambda: optimizer.load_state_dict(unfit))
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        same(p.detach(), q.detach(), "at the end", 1e-12)
+            raises(ValueError, "groups", act=lambda: both.optimizer.load_state_dict(unfit))
+        both.step(step)
+    both.equal("at the end", 1e-12)
 
 
 @check
-def an_optimizer_that_is_dropped_sees_its_parameters_home() -> None:
-    """Nobody reads them until it has been collected, on some ranks long before on others."""
+def an_optimizer_that_is_dropped_completes_its_parameters() -> None:
+    """They are read only after it has been collected, on some ranks long before on others."""
     for update in ("auto", "replicated"):
-        model = mlp(5, 7, 7, 3)
-        wfbp.broadcast_parameters(model.state_dict())
-        reference = copy.deepcopy(model)
-        optimizer = wfbp.torch.DistributedOptimizer(
-            momentum(model.parameters()), optimizer_sharding=SHARDING[update]
-        )
-        plain = momentum(reference.parameters())
+        both = twins(model=mlp(5, 7, 7, 3), optimizer_sharding=SHARDING[update])
         for step in range(8):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
+            both.step(step)
             if wfbp.rank() == 0 and step == 7:
-                del optimizer
+                both = both._replace(optimizer=None)
                 gc.collect()
         wfbp.torch.barrier()
-        if wfbp.rank():
-            del optimizer
+        both = both._replace(optimizer=None)
         gc.collect()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            same(p.detach(), q.detach(), update, 1e-12)
+        both.equal(update, 1e-12)

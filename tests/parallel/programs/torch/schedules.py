@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 
 import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks
-from tests.parallel.programs.torch.training import (
-    momentum,
-    pair,
-    train,
-)
+from tests.parallel.programs.torch.training import Twins, momentum, pair
 
 check = Checks()
 
 
 def scheduled(before: bool, load: bool) -> None:
     model, reference = pair()
-    optimizer: Any = momentum(model.parameters())
-    plain = momentum(reference.parameters())
+    optimizer, plain = momentum(model.parameters()), momentum(reference.parameters())
     expected = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
     if before:
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -32,8 +26,9 @@ def scheduled(before: bool, load: bool) -> None:
         wfbp.broadcast_optimizer_state(optimizer, root_rank=0)
     if not before:
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    both = Twins(model, optimizer, reference, plain)
     for epoch in range(6):  # four steps each: most end while parameters still travel
-        train(model, optimizer, reference, plain, 4 * epoch, 4 * epoch + 4, total=24)
+        both.train(range(4 * epoch, 4 * epoch + 4), total=24)
         schedule.step()
         expected.step()
         assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"], epoch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,15 +10,7 @@ from torch import nn
 import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
-from tests.parallel.programs.torch.training import (
-    averaged,
-    compare,
-    data,
-    mlp,
-    momentum,
-    same,
-    square,
-)
+from tests.parallel.programs.torch.training import data, mlp, momentum, square, twins
 
 check = Checks()
 
@@ -46,27 +37,19 @@ def gradients_after_averaging_are_an_error() -> None:
 @check
 def sums_are_added_up_once() -> None:
     for clips in (False, True):
-        model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-        reference.load_state_dict(model.state_dict())
-        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Sum)
-        plain = momentum(reference.parameters())
+        both = twins(op=wfbp.Sum)
         for step in range(9):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            if clips:
-                optimizer.clip_grad_norm_(0.01)
-            optimizer.synchronize()
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            for p in reference.parameters():
-                assert p.grad is not None
+            both.optimizer.zero_grad()
+            both.backward(step)
+            for p in both.reference.parameters():
                 p.grad *= wfbp.size()
             if clips:
-                nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
-            plain.step()
-            compare(model, reference, f"step {step}", 1e-12)
+                both.clip(0.01)
+            both.optimizer.synchronize()
+            both.optimizer.synchronize()
+            both.step_synchronized()
+            both.plain.step()
+            both.compare(f"step {step}")
 
 
 @check
@@ -89,74 +72,63 @@ def changes_between_averaging_and_stepping_are_errors() -> None:
 @check
 def a_step_left_out_after_averaging() -> None:
     """``zero_grad()`` ends it, on ranks with and without gradients."""
-    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    plain = momentum(reference.parameters())
+    both = twins()
+    optimizer = both.optimizer
 
     def backward(net: nn.Module, rank: int, step: int) -> None:
         if (step + rank) % 3:
             square(net, rank, step)
 
     for step in range(16):
-        backward(model, wfbp.rank(), step)
+        backward(both.model, wfbp.rank(), step)
         if step % 4 == 3:
             optimizer.synchronize() if step % 8 == 3 else optimizer.clip_grad_norm_(1.0)
         else:
             optimizer.step()
-            averaged(reference, backward, step, wfbp.size())
-            plain.step()
-            compare(model, reference, f"step {step}", 1e-12)
+            both.follow(step, backward)
+            both.compare(f"step {step}")
         optimizer.zero_grad()
 
 
 @check
 def steps_that_the_scaler_skips() -> None:
     """The program forgets gradients by itself, and some ranks have none in the next step."""
-    model, reference = mlp(5, 7, 3).float(), mlp(5, 7, 3).float()
-    reference.load_state_dict(model.state_dict())
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    plain = momentum(reference.parameters())
+    both = twins(model=mlp(5, 7, 3).float())
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
 
     def loss_of(net: nn.Module, rank: int, step: int) -> torch.Tensor:
         loss: torch.Tensor = net(data(step, rank, 4, 5, dtype=torch.float32)).square().mean()
         return loss * float("inf") if step % 3 == 1 and rank == 1 else loss
 
+    def backward(net: nn.Module, rank: int, step: int) -> None:
+        if step % 3 != 2 or rank == step % wfbp.size():
+            loss_of(net, rank, step).backward()
+
     for step in range(18):
         present = step % 3 != 2 or wfbp.rank() == step % wfbp.size()
-        model.zero_grad()
+        both.model.zero_grad()
         if present:
-            scaler.scale(loss_of(model, wfbp.rank(), step)).backward()
+            scaler.scale(loss_of(both.model, wfbp.rank(), step)).backward()
         else:
             scaler.scale(torch.zeros(()))
-        scaler.step(optimizer)
+        scaler.step(both.optimizer)
         scaler.update()
         if step % 3 != 1:
-
-            def backward(net: nn.Module, rank: int, step: int) -> None:
-                if step % 3 != 2 or rank == step % wfbp.size():
-                    loss_of(net, rank, step).backward()
-
-            averaged(reference, backward, step, wfbp.size())
-            plain.step()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            same(p.detach(), q.detach(), f"step {step}", 1e-5)
+            both.follow(step, backward)
+        both.equal(f"step {step}", 1e-5)
 
 
 @check
 def a_step_after_a_closure_averages_again() -> None:
-    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    optimizer: Any = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    plain = momentum(reference.parameters())
+    both = twins()
+    model, optimizer = both[:2]
     for step in range(12):
         model.zero_grad()
         if step % 3 == 2:
 
             def closure(step: int = step) -> torch.Tensor:
                 optimizer.zero_grad()
-                loss = model(data(step, wfbp.rank(), 4, 5)).square().mean()
+                loss: torch.Tensor = model(data(step, wfbp.rank(), 4, 5)).square().mean()
                 loss.backward()
                 return loss
 
@@ -164,14 +136,13 @@ def a_step_after_a_closure_averages_again() -> None:
         else:
             square(model, wfbp.rank(), step)
             optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        compare(model, reference, f"step {step}", 1e-12)
+        both.follow(step)
+        both.compare(f"step {step}")
 
 
 @check
 def an_exception_in_a_step() -> None:
-    """What the program catches itself must not leave ranks apart."""
+    """An exception that the program catches must not leave ranks apart."""
     model = mlp(5, 7, 3)
     optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
     for step in range(12):
@@ -179,10 +150,7 @@ def an_exception_in_a_step() -> None:
         square(model, wfbp.rank(), step)
         if step % 4 == 1:
             optimizer.zero_grad()
-            raises(
-                RuntimeError,
-                act=lambda: model(data(0, 0, 4, 6)).sum().backward(),
-            )
+            raises(RuntimeError, act=lambda: model(data(0, 0, 4, 6)).sum().backward())
             optimizer.zero_grad()
             square(model, wfbp.rank(), step)
         optimizer.step()

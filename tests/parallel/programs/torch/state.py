@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,14 +15,12 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
     adamw,
-    averaged,
-    compare,
     data,
     mlp,
     momentum,
     same,
     square,
-    step_both,
+    twins,
 )
 from wfbp.errors import DisagreementError
 
@@ -31,19 +28,6 @@ check = Checks()
 
 SCHEDULES = (None, "independent", "ps_layerwise")
 """The mode's own, and such as decouple from the first step on."""
-
-
-def twins() -> tuple[nn.Sequential, nn.Sequential]:
-    """Two models with the same parameters, on all ranks; some shards of some ranks are empty."""
-    model = mlp(5, 7, 3)
-    wfbp.broadcast_parameters(model.state_dict())
-    return model, copy.deepcopy(model)
-
-
-def wrapped(model: nn.Module, make: Callable[[Any], Any], **options: Any) -> Any:
-    return wfbp.torch.DistributedOptimizer(
-        make(model.parameters()), model.named_parameters(), **options
-    )
 
 
 def alike(found: dict[str, Any], plain: torch.optim.Optimizer, where: str) -> None:
@@ -59,14 +43,14 @@ def alike(found: dict[str, Any], plain: torch.optim.Optimizer, where: str) -> No
 
 @check
 def one_rank_alone_takes_the_state() -> None:
-    """Rank 0 and the last one in turns, early and late, while others go on, also slow ones."""
+    """Rank 0 and the last one alternate, early and late, while others go on, also slow ones."""
     rank, size = wfbp.rank(), wfbp.size()
     for schedule in SCHEDULES:
         for make in (adamw, momentum):
-            model, reference = twins()
-            optimizer, plain = wrapped(model, make, schedule=schedule), make(reference.parameters())
+            both = twins(make, schedule=schedule)
+            optimizer, plain = both.optimizer, both.plain
             for step in range(9):
-                step_both(model, optimizer, reference, plain, step)
+                both.step(step)
                 if step % 4 == 3 and rank == 1:
                     time.sleep(0.1)
                 for asks in (0, size - 1):
@@ -74,18 +58,17 @@ def one_rank_alone_takes_the_state() -> None:
                         where = f"{schedule}, step {step}, rank {rank}"
                         alike(optimizer.state_dict(), plain, where)
                 if step % 3 == 2:
-                    compare(model, reference, f"{schedule}, step {step}", 1e-11)
+                    both.compare(f"{schedule}, step {step}", 1e-11)
             alike(optimizer.state_dict(), plain, f"{schedule}: at the end, on all")
             if rank == 0:
-                alike(optimizer.state_dict(), plain, f"{schedule}: behind the last step")
+                alike(optimizer.state_dict(), plain, f"{schedule}: after the last step")
 
 
 @check
 def state_that_others_have_changed() -> None:
     """One rank asks between clipping and its step, when the others have stepped."""
     rank, size, world = wfbp.rank(), wfbp.size(), MPI.COMM_WORLD
-    model, _ = twins()
-    optimizer = wrapped(model, adamw, schedule="independent")
+    model, optimizer = twins(adamw, schedule="independent")[:2]
     for step in range(12):
         optimizer.zero_grad()
         square(model, rank, step)
@@ -109,17 +92,17 @@ def state_that_others_have_changed() -> None:
 def state_that_was_taken_is_a_copy() -> None:
     """Counts of steps, too: a plain optimizer that has loaded it steps on by itself."""
     rank = wfbp.rank()
-    model, reference = twins()
-    optimizer, plain = wrapped(model, adamw, schedule="independent"), adamw(reference.parameters())
+    both = twins(adamw, schedule="independent")
     for step in range(4):
-        step_both(model, optimizer, reference, plain, step)
+        both.step(step)
     if rank == 0:
-        taken = optimizer.state_dict()
+        taken = both.optimizer.state_dict()
         for values in taken["state"].values():
             for value in values.values():
                 value.add_(1.0)
     wfbp.barrier()
-    alike(optimizer.state_dict(), plain, "another rank has changed what it had taken")
+    where = "another rank has changed what it had taken"
+    alike(both.optimizer.state_dict(), both.plain, where)
 
 
 @check
@@ -127,12 +110,11 @@ def state_is_asked_for_when_others_have_let_it_go() -> None:
     """The other ranks have loaded, emptied or dropped what rank 0 still wants to save."""
     rank = wfbp.rank()
     for lets_go in ("load", "empty", "replace", "drop", "wrap"):
-        model, reference = twins()
-        original = adamw(model.parameters())
-        optimizer = wfbp.torch.DistributedOptimizer(original, schedule="independent")
-        plain = adamw(reference.parameters())
+        both = twins(adamw, schedule="independent")
+        optimizer, plain = both.optimizer, both.plain
+        original = optimizer._wfbp_original
         for step in range(4):
-            step_both(model, optimizer, reference, plain, step)
+            both.step(step)
         empty = torch.optim.AdamW(mlp(5, 7, 3).parameters(), lr=0.01, weight_decay=0.1)
         if rank == 0:
             time.sleep(0.2)
@@ -144,16 +126,17 @@ def state_is_asked_for_when_others_have_let_it_go() -> None:
         elif lets_go == "replace":
             optimizer.state = copy.copy(empty.state)
         elif lets_go == "drop":
-            del optimizer, original
+            del both, optimizer, original
             continue
         else:
             optimizer = wfbp.torch.DistributedOptimizer(original, schedule="ipart")
+            both = both._replace(optimizer=optimizer)
         if lets_go != "wrap":
             assert optimizer.state_dict()["state"] == {}, lets_go
             plain.state.clear()
         for step in range(4, 8):
-            step_both(model, optimizer, reference, plain, step)
-        compare(model, reference, lets_go, 1e-11)
+            both.step(step)
+        both.compare(lets_go, 1e-11)
         if rank == wfbp.size() - 1:
             alike(optimizer.state_dict(), plain, lets_go)
 
@@ -162,18 +145,12 @@ def state_is_asked_for_when_others_have_let_it_go() -> None:
 def state_is_broadcast_in_mid_training() -> None:
     """And then whatever a program may do."""
     for schedule in SCHEDULES:
-        model, reference = twins()
-        make = adamw
-        optimizer, plain = wrapped(model, make, schedule=schedule), make(reference.parameters())
-        extra, twin = (nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2))
-
-        def backward(net: nn.Module, rank: int, step: int, twin: Any = None) -> None:
-            square(net, rank, step)
-
+        both = twins(adamw, schedule=schedule)
+        model, optimizer, _, plain = both
         step = 0
         for then in ("nothing", "state_dict", "broadcast", "closure", "load", "group", "wrap"):
             for _ in range(3):
-                step_both(model, optimizer, reference, plain, step, backward)
+                both.step(step)
                 step += 1
             wfbp.broadcast_optimizer_state(optimizer, root_rank=step % wfbp.size())
             where = f"{schedule}, {then}"
@@ -192,23 +169,24 @@ def state_is_broadcast_in_mid_training() -> None:
                     return loss
 
                 optimizer.step(closure)
-                averaged(reference, square, step, wfbp.size())
-                plain.step()
+                both.follow(step)
                 step += 1
             elif then == "load":
                 optimizer.load_state_dict(optimizer.state_dict())
             elif then == "group":
-                optimizer.add_param_group({"params": [extra]})
-                plain.add_param_group({"params": [twin]})
+                for each in (optimizer, plain):
+                    extra = nn.Parameter(torch.ones(4, dtype=torch.float64))
+                    each.add_param_group({"params": [extra]})
             elif then == "wrap":
                 optimizer = wfbp.torch.DistributedOptimizer(
                     getattr(optimizer, "_wfbp_original", optimizer), schedule=schedule
                 )
-            compare(model, reference, where, 1e-11)
+                both = both._replace(optimizer=optimizer)
+            both.compare(where, 1e-11)
         for _ in range(3):
-            step_both(model, optimizer, reference, plain, step, backward)
+            both.step(step)
             step += 1
-        compare(model, reference, f"{schedule}: at the end", 1e-11)
+        both.compare(f"{schedule}: at the end", 1e-11)
         alike(optimizer.state_dict(), plain, f"{schedule}: at the end")
 
 
@@ -231,7 +209,7 @@ class WideState(torch.optim.Optimizer):
 
 @check
 def state_that_is_wider_than_its_parameters() -> None:
-    """Equal types and bits on all ranks behind a broadcast, and from then on."""
+    """Equal types and bits on all ranks after a broadcast, and from then on."""
     for schedule in SCHEDULES:
         for distributed in (True, False):
             model = mlp(5, 7, 3).bfloat16()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,104 @@ def averaged(model: torch.nn.Module, backward: Backward, step: int, ranks: int) 
         p.grad = None if total is None else (total / ranks).to(p.dtype)
 
 
+class Twins(NamedTuple):
+    """A model that the ranks train, and its copy that one process trains on all their data."""
+
+    model: Any
+    optimizer: Any
+    reference: Any
+    plain: Any
+
+    @property
+    def nets(self) -> tuple[Any, Any]:
+        """Both models."""
+        return self.model, self.reference
+
+    def backward(self, step: int, backward: Backward | None = None) -> None:
+        """Gradients of both: this rank's, and the average; ``square`` is the usual pass."""
+        backward = backward or square
+        backward(self.model, wfbp.rank(), step)
+        averaged(self.reference, backward, step, wfbp.size())
+
+    def add(self, step: int) -> None:
+        """Add the gradients of a pass to those of passes before."""
+        square(self.model, wfbp.rank(), step)
+        for rank in range(wfbp.size()):
+            loss = self.reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()
+            loss.backward()
+
+    def step(self, step: int, backward: Backward | None = None) -> None:
+        """A whole step of both, without looking at parameters."""
+        backward = backward or square
+        self.optimizer.zero_grad()
+        backward(self.model, wfbp.rank(), step)
+        self.optimizer.step()
+        self.follow(step, backward)
+
+    def follow(self, step: int, backward: Backward | None = None) -> None:
+        """The copy's part of a step."""
+        averaged(self.reference, backward or square, step, wfbp.size())
+        self.plain.step()
+
+    def update(self) -> None:
+        """Step both optimizers."""
+        self.optimizer.step()
+        self.plain.step()
+
+    def step_synchronized(self) -> None:
+        """Update without averaging again."""
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+
+    def clip(self, limit: float, *norm_type: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norms of both, whose gradients are clipped."""
+        found = self.optimizer.clip_grad_norm_(limit, *norm_type)
+        return found, torch.nn.utils.clip_grad_norm_(self.reference.parameters(), limit, *norm_type)
+
+    def train(self, steps: range, total: int | None = None) -> None:
+        """Whole steps; parameters are compared when :func:`due`, as in so many steps."""
+        for step in steps:
+            self.step(step)
+            if due(step, total or steps.stop):
+                self.compare(f"step {step}")
+
+    def compare(self, where: str, tolerance: float = 1e-12) -> None:
+        """See :func:`compare`."""
+        compare(self.model, self.reference, where, tolerance)
+
+    def equal(self, where: str = "", tolerance: float = 1e-9) -> None:
+        """Both have the same parameters, but for rounding."""
+        equal(self.model.parameters(), self.reference.parameters(), where, tolerance)
+
+
+def twins(
+    make: Callable[[Any], torch.optim.Optimizer] | None = None,
+    model: torch.nn.Module | None = None,
+    *,
+    named: bool = False,
+    library: Any = wfbp.torch,
+    **wrap: Any,
+) -> Twins:
+    """A model as it is on this rank, with its copy; ``momentum`` is the usual optimizer."""
+    make, model = make or momentum, mlp(5, 7, 3) if model is None else model
+    reference = copy.deepcopy(model)
+    optimizer = library.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters() if named else None, **wrap
+    )
+    return Twins(model, optimizer, reference, make(reference.parameters()))
+
+
+def equal(
+    found: Iterable[torch.Tensor],
+    wanted: Iterable[torch.Tensor],
+    where: str = "",
+    tolerance: float = 1e-9,
+) -> None:
+    """Two lists of parameters are the same, but for rounding."""
+    for k, (p, q) in enumerate(zip(found, wanted, strict=True)):
+        same(p.detach(), q.detach(), f"{where}: parameter {k}", tolerance)
+
+
 def check_training(
     model: torch.nn.Module,
     backward: Backward,
@@ -53,23 +151,17 @@ def check_training(
     **wrap: Any,
 ) -> tuple[torch.nn.Module, Any]:
     """Both must have the same parameters and the same gradients missing, whenever compared."""
-    rank, size = wfbp.rank(), wfbp.size()
-    reference = copy.deepcopy(model)
-    optimizer = wfbp.torch.DistributedOptimizer(
-        make(model.parameters()), model.named_parameters() if named else None, **wrap
-    )
-    plain = make(reference.parameters())
+    both = twins(make, model, named=named, **wrap)
     for step in range(steps):
         before(model, step)
-        before(reference, step)
-        averaged(reference, backward, step, size)
-        plain.step()
-        zero(model, optimizer)
-        backward(model, rank, step)
-        optimizer.step()
+        before(both.reference, step)
+        both.follow(step, backward)
+        zero(model, both.optimizer)
+        backward(model, wfbp.rank(), step)
+        both.optimizer.step()
         if due(step, steps):
-            compare(model, reference, f"step {step}", tolerance)
-    return model, optimizer
+            both.compare(f"step {step}", tolerance)
+    return model, both.optimizer
 
 
 def due(step: int, steps: int) -> bool:
@@ -84,44 +176,6 @@ def pair() -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
     """Two models with the same parameters."""
     model = mlp(5, 7, 3)
     return model, copy.deepcopy(model)
-
-
-def step_both(
-    model: torch.nn.Module,
-    optimizer: Any,
-    reference: torch.nn.Module,
-    plain: Any,
-    step: int,
-    backward: Backward | None = None,
-) -> None:
-    """One step of both, without looking at parameters; ``square`` is the usual backward pass."""
-    backward = backward or square
-    optimizer.zero_grad()
-    backward(model, wfbp.rank(), step)
-    optimizer.step()
-    averaged(reference, backward, step, wfbp.size())
-    plain.step()
-
-
-def train(
-    model: torch.nn.Module,
-    optimizer: Any,
-    reference: torch.nn.Module,
-    plain: Any,
-    first: int,
-    last: int,
-    total: int | None = None,
-) -> None:
-    """Steps of both, which must stay equal; parameters are compared when :func:`due`.
-
-    Args:
-        first, last: the steps, as of a range.
-        total: steps of all calls, where nothing is to be compared just because this one ends.
-    """
-    for step in range(first, last):
-        step_both(model, optimizer, reference, plain, step)
-        if due(step, total or last):
-            compare(model, reference, f"step {step}", 1e-12)
 
 
 def compare(

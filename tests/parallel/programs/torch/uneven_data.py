@@ -14,13 +14,12 @@ from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.layouts import Waves, waves
 from tests.parallel.programs.torch.training import (
     adamw,
-    averaged,
     data,
     momentum,
     pair,
     same,
     square,
-    step_both,
+    twins,
 )
 from wfbp.errors import WfbpError
 from wfbp.runtime import process
@@ -40,14 +39,11 @@ def last_rank(epoch: int) -> int:
 
 
 class Epochs:
-    """A model and its reference, in which ranks without a batch contribute zeros."""
+    """A model and its reference; ranks without a batch contribute zeros."""
 
     def __init__(self, make: Any, **wrap: Any) -> None:
-        self.model, self.reference = pair()
-        self.optimizer = wfbp.DistributedOptimizer(
-            make(self.model.parameters()), self.model.named_parameters(), **wrap
-        )
-        self.plain = make(self.reference.parameters())
+        self.both = twins(make, named=True, **wrap)
+        self.model, self.optimizer, self.reference, self.plain = self.both
 
     def average(self, step: int, epoch: int) -> None:
         params = list(self.reference.parameters())
@@ -71,8 +67,7 @@ class Epochs:
             self.optimizer.synchronize()
             for p in self.model.parameters():
                 p.grad.mul_(2.0)
-            with self.optimizer.skip_synchronize():
-                self.optimizer.step()
+            self.both.step_synchronized()
         else:
             self.optimizer.step()
 
@@ -87,21 +82,18 @@ class Epochs:
         self.plain.step()
 
     def check(self, where: str) -> None:
-        wanted = dict(self.reference.named_parameters())
-        for name, p in self.model.named_parameters():
-            same(p.detach(), wanted[name].detach(), f"{where}: {name}", 1e-9)
+        self.both.equal(where)
 
 
 @check
 def state_and_ends_of_complex_parameters() -> None:
     """Their state is fetched and loaded between steps; then the last rank steps alone."""
-    size, last = wfbp.size(), wfbp.size() - 1
+    last = wfbp.size() - 1
     for schedule in ("ps_layerwise", "layerwise"):
-        model, reference = Waves(), Waves()
-        optimizer = wfbp.DistributedOptimizer(adamw(model.parameters()), schedule=schedule)
-        plain = adamw(reference.parameters())
+        both = twins(adamw, Waves(), schedule=schedule)
+        model, optimizer, _, plain = both
         for step in range(5):
-            step_both(model, optimizer, reference, plain, step, waves)
+            both.step(step, waves)
             if step == 2:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         state = plain.state_dict()["state"]
@@ -113,11 +105,9 @@ def state_and_ends_of_complex_parameters() -> None:
             waves(model, last, 9)
             optimizer.step()
         wfbp.join()
-        averaged(reference, lambda m, r, s: waves(m, r, s) if r == last else None, 9, size)
-        plain.step()
-        step_both(model, optimizer, reference, plain, 10, waves)
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            same(p.detach(), q.detach(), f"{schedule}: {name}", 1e-9)
+        both.follow(9, lambda m, r, s: waves(m, r, s) if r == last else None)
+        both.step(10, waves)
+        both.equal(schedule)
 
 
 WAYS = ("", "clip", "", "synchronize")

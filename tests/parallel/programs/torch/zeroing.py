@@ -12,16 +12,13 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.torch.training import (
     adamw,
-    averaged,
     check_training,
-    compare,
     data,
     due,
     mlp,
     momentum,
-    pair,
     square,
-    step_both,
+    twins,
 )
 
 check = Checks()
@@ -81,28 +78,20 @@ def zero_grad_discards_what_some_ranks_computed() -> None:
 
 @check
 def gradients_kept_from_step_to_step() -> None:
-    model = mlp(5, 7, 3)
-    reference = mlp(5, 7, 3)
-    reference.load_state_dict(model.state_dict())
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    plain = momentum(reference.parameters())
+    both = twins()
     for step in range(6):
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        for rank in range(wfbp.size()):
-            (reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()).backward()
-        plain.step()
+        both.add(step)
+        both.update()
         if due(step, 6):
-            compare(model, reference, f"step {step}", 1e-12)
+            both.compare(f"step {step}")
 
 
 @check
 def gradients_that_were_discarded_are_let_go() -> None:
-    """Passes between steps that nobody steps on, as for saliency maps, on one rank only."""
+    """Passes between steps whose gradients are not used, as for saliency maps, on one rank only."""
     for to_none in (True, False):
-        model, reference = pair()
-        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-        plain = momentum(reference.parameters())
+        both = twins()
+        model, optimizer = both[:2]
         params = list(model.parameters())
         for step in range(6):
             alive: list[weakref.ref[torch.Tensor]] = []
@@ -115,16 +104,15 @@ def gradients_that_were_discarded_are_let_go() -> None:
                 del found
                 optimizer.zero_grad(set_to_none=to_none)
             assert len({id(grad()) for grad in alive} - {id(None)}) <= 2 * len(params)
-            step_both(model, optimizer, reference, plain, step)
-        compare(model, reference, f"to_none={to_none}", 1e-12)
+            both.step(step)
+        both.compare(f"to_none={to_none}")
 
 
 @check
 def gradients_stay_the_same_tensors() -> None:
-    """Where they are zeroed in place, a program may keep a list of them."""
-    model, reference = pair()
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), schedule="layerwise")
-    plain = momentum(reference.parameters())
+    """A program may keep a list of them if they are zeroed in place."""
+    both = twins(schedule="layerwise")
+    model, optimizer = both[:2]
     held: list[torch.Tensor] = []
     for step in range(12):
         if held:
@@ -133,11 +121,9 @@ def gradients_stay_the_same_tensors() -> None:
         optimizer.synchronize()
         if step == 8:
             held = [p.grad for p in model.parameters() if p.grad is not None]
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
+        both.step_synchronized()
+        both.follow(step)
         if not held:
             optimizer.zero_grad()
         assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=False))
-    compare(model, reference, "at the end", 1e-12)
+    both.compare("at the end")
