@@ -14,9 +14,8 @@ TWO, THREE = Job("torch/program", 2, "overlap"), Job("torch/program", 3, "mixed"
 
 ON_THREE = (
     "parameters_that_were_not_broadcast",
-    "shapes",
+    "tensors",
     "settings",
-    "many_differences_are_cut_short",
     "allreduce",
     "different_operations",
 )

@@ -99,53 +99,28 @@ def parameters_that_were_not_broadcast() -> None:
 
 
 @check
-def shapes() -> None:
-    named: Named = [("a", parameter(3)), ("b", parameter(2, 5 if odd() else 4))]
-    raises(
-        DisagreementError,
-        f"b ({others()}: float32(2, 4); {last()}: float32(2, 5))",
-        act=lambda: wrap(named),
-    )
-
-
-@check
-def element_types() -> None:
-    dtype = torch.float64 if odd() else torch.float32
-    named: Named = [("a", parameter(3, dtype=dtype)), ("b", parameter(2))]
-    told = f"a ({others()}: float32(3,); {last()}: float64(3,))"
-    raises(DisagreementError, told, act=lambda: wrap(named))
-
-
-@check
-def counts() -> None:
-    named: Named = [("a", parameter(3)), ("b", parameter(2))]
-    raises(
-        DisagreementError,
-        f"b ({others()}: float32(2,); {last()}: missing)",
-        act=lambda: wrap(named[:1] if odd() else named),
-    )
-    raises(
-        DisagreementError,
-        f"b ({others()}: missing; {last()}: float32(2,))",
-        act=lambda: wrap(named if odd() else named[:1]),
-    )
-
-
-@check
-def orders() -> None:
-    named: Named = [("a", parameter(3)), ("b", parameter(2)), ("c", parameter(1))]
-    raises(
-        DisagreementError,
-        f"the order, from number 2 on ({others()}: b; {last()}: c)",
-        act=lambda: wrap([named[0], named[2], named[1]] if odd() else named),
-    )
-
-
-@check
-def names() -> None:
-    named: Named = [("z" if odd() else "a", parameter(3))]
-    told = f"a ({others()}: float32(3,); {last()}: missing)", "z ("
-    raises(DisagreementError, *told, act=lambda: wrap(named))
+def tensors() -> None:
+    """Shapes, element types, numbers, orders, names, and which are frozen."""
+    a, b, c = ("a", parameter(3)), ("b", parameter(2)), ("c", parameter(1))
+    double = ("a", parameter(3, dtype=torch.float64))
+    frozen = ("a", parameter(3).requires_grad_(False))
+    four, five = ("b", parameter(2, 4)), ("b", parameter(2, 5))
+    few, many = ([(f"p{k}", parameter(size)) for k in range(300)] for size in (3, 4))
+    cases: list[tuple[Named, Named, tuple[str, str, str]]] = [
+        ([a, four], [a, five], ("b", "float32(2, 4)", "float32(2, 5)")),
+        ([a, b], [double, b], ("a", "float32(3,)", "float64(3,)")),
+        ([a, b], [a], ("b", "float32(2,)", "missing")),
+        ([a], [a, b], ("b", "missing", "float32(2,)")),
+        ([a, b, c], [a, c, b], ("the order, from number 2 on", "b", "c")),
+        ([a], [("z", a[1])], ("a", "float32(3,)", "missing")),
+        ([frozen, b], [a, b], ("whether a gets a gradient", "False", "True")),
+    ]
+    for usual, other, (what, here, there) in cases:
+        told = f"{what} ({others()}: {here}; {last()}: {there})"
+        mine = other if odd() else usual
+        raises(DisagreementError, told, act=lambda mine=mine: wrap(mine))
+    mine = many if odd() else few
+    raises(DisagreementError, "p0 ", "and 295 more", act=lambda: wrap(mine))
 
 
 @check
@@ -218,23 +193,6 @@ def limits_of_clipping() -> None:
             act=lambda a=arguments: optimizer.clip_grad_norm_(*a),
         )
         optimizer.zero_grad()
-
-
-@check
-def frozen_tensors() -> None:
-    named: Named = [("a", parameter(3)), ("b", parameter(2))]
-    named[0][1].requires_grad_(odd())
-    raises(
-        DisagreementError,
-        f"whether a gets a gradient ({others()}: False; {last()}: True)",
-        act=lambda: wrap(named),
-    )
-
-
-@check
-def many_differences_are_cut_short() -> None:
-    named: Named = [(f"p{k}", parameter(4 if odd() else 3)) for k in range(300)]
-    raises(DisagreementError, "p0 ", "and 295 more", act=lambda: wrap(named))
 
 
 @check
