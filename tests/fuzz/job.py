@@ -25,9 +25,10 @@ from mpi4py import MPI
 import wfbp.torch as wfbp
 from tests.fuzz.interpreter import Run, difference, rounding_decides
 from tests.fuzz.program import Program, loads
-from tests.parallel.programs.harness import freeze_imports
+from tests.parallel.programs.harness import freeze_imports, mixed
 from tests.support.cores import leave_cores
 from wfbp.config import Config
+from wfbp.runtime.tuning import tuner
 
 TOGETHER = 6
 """After so many programs their references run, shared out among the ranks."""
@@ -119,6 +120,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     freeze_imports()
     leave_cores()
+    tuner.fixed_candidates = mixed  # hybrid plans of small models are one group otherwise
     world = MPI.COMM_WORLD
     programs = [loads(text) for text in json.loads((out / "programs.json").read_text())]
     with (out / f"rank{world.rank}.jsonl").open("a") as file:

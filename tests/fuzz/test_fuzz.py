@@ -12,6 +12,7 @@ import torch
 from tests.fuzz.draw import draw
 from tests.fuzz.driver import reductions, run_job
 from tests.fuzz.interpreter import Run, difference, rounding_decides
+from tests.fuzz.ordinary import MODES, programs
 from tests.fuzz.program import Layer, Optimizer, Program, Step, dumps, loads, size_of
 
 CASES = sorted(Path(__file__).with_name("cases").glob("*.json"))
@@ -45,10 +46,17 @@ def test_random_programs(ranks: int, mpi: str, count: int) -> None:
 
 @pytest.mark.parallel
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("mode", MODES)
+def test_ordinary_programs(mode: str) -> None:
+    right(programs(mode), "mpich")
+
+
+@pytest.mark.parallel
+@pytest.mark.timeout(400)
 def test_what_failed_before() -> None:
-    programs = [loads(file.read_text()) for file in CASES]
-    for ranks in sorted({p.ranks for p in programs}):
-        right([p for p in programs if p.ranks == ranks], "mpich")
+    stored = [loads(file.read_text()) for file in CASES]
+    for ranks in sorted({p.ranks for p in stored}):
+        right([p for p in stored if p.ranks == ranks], "mpich")
 
 
 def test_programs_are_stored_as_they_are() -> None:

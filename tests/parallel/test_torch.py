@@ -35,7 +35,7 @@ MIXED = Job("torch/program", 3, "mixed")
 OF_PLANS = (adapter.mixing, optimizers.check, closures.check, skipped_steps.check)
 """Checks whose result could depend on changes of plans."""
 
-ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_naive", "lbfgs")
+ALONE = ("bad_arguments", "clipping", "scaler_naive", "lbfgs")
 """Checks that also run on one rank."""
 
 

@@ -19,14 +19,12 @@ from tests.parallel.programs.torch import (
     precision,
     reading,
     resuming,
-    schedules,
     skipped_steps,
     zeroing,
 )
 
 waiting = Checks(
     zeroing.check,
-    schedules.check,
     optimizers.check,
     closures.check,
     arguments.check,

@@ -11,35 +11,13 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.torch.training import (
-    averaged,
-    compare,
     data,
     momentum,
     pair,
     same,
-    square,
 )
 
 check = Checks()
-
-
-@check
-def closure() -> None:
-    model, reference = pair()
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    plain = momentum(reference.parameters())
-    for step in range(8):
-
-        def evaluate(step: int = step) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(data(step, wfbp.rank(), 4, 5)).square().mean()
-            loss.backward()
-            return loss
-
-        assert optimizer.step(evaluate) is not None
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        compare(model, reference, f"step {step}", 1e-12)
 
 
 @check

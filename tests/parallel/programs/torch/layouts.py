@@ -17,35 +17,12 @@ from tests.parallel.programs.torch.training import (
     data,
     mlp,
     momentum,
-    passes,
     same,
     square,
     twins,
 )
 
 check = Checks()
-
-
-def thaw(start: int, end: int = 10**9) -> object:
-    def before(model: nn.Module, step: int) -> None:
-        model[0].requires_grad_(start <= step < end)  # type: ignore[index]
-
-    return before
-
-
-@check
-def frozen_then_unfrozen() -> None:
-    for start in range(1, 8):
-        model = mlp(5, 7, 3)
-        model[0].requires_grad_(False)
-        check_training(model, square, adamw, before=thaw(start), steps=14)  # type: ignore[arg-type]
-
-
-@check
-def unfrozen_for_a_while() -> None:
-    model = mlp(5, 7, 3)
-    model[0].requires_grad_(False)
-    check_training(model, square, adamw, before=thaw(3, 8), steps=24)  # type: ignore[arg-type]
 
 
 @check
@@ -57,48 +34,6 @@ def unfrozen_on_one_rank_only() -> None:
     model = mlp(5, 7, 3)
     model[0].requires_grad_(False)
     check_training(model, backward, adamw, steps=14)
-
-
-@check
-def unfrozen_with_accumulation() -> None:
-    model = mlp(5, 7, 3)
-    model[0].requires_grad_(False)
-    check_training(
-        model,
-        lambda m, r, s: passes(m, r, s, 2),
-        adamw,
-        before=thaw(4),  # type: ignore[arg-type]
-        backward_passes_per_step=2,
-    )
-
-
-@check
-def frozen_from_the_start_to_the_end() -> None:
-    model = mlp(5, 7, 3)
-    model.requires_grad_(False)
-    model[2].requires_grad_(True)
-    check_training(model, square, adamw)
-
-
-@check
-def tied_weights() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(9, 5)
-            self.head = nn.Linear(5, 9, bias=False)
-            self.head.weight = self.embed.weight
-            self.double()
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.head(torch.tanh(self.embed(tokens)))
-            return out
-
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        tokens = torch.arange(4) + rank + step
-        nn.functional.cross_entropy(model(tokens % 9), (tokens + 1) % 9).backward()
-
-    check_training(Tied(), backward, adamw)
 
 
 @check
@@ -123,63 +58,6 @@ def mixed_element_types() -> None:
 
     # Averages are rounded once to 8 bits: a step of one unit in the last place is allowed.
     check_training(Mixed(), backward, partial(torch.optim.SGD, lr=0.01), tolerance=2.0**-7, steps=6)
-
-
-@check
-def channels_last() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 5, 3),
-        nn.Tanh(),
-        nn.Conv2d(5, 4, (2, 3)),
-        nn.Flatten(),
-        nn.Linear(4 * 5 * 4, 2),
-    ).double()
-    model = model.to(memory_format=torch.channels_last)
-    assert not model[0].weight.is_contiguous()
-
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        x = data(step, rank, 2, 3, 8, 8).to(memory_format=torch.channels_last)
-        model(x).square().mean().backward()
-
-    check_training(model, backward, momentum)
-    check_training(model, backward, momentum, zero=lambda m, opt: opt.zero_grad(set_to_none=False))
-
-
-@check
-def transposed_parameter() -> None:
-    class Transposed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.float64).t())
-            self.gaps = nn.Parameter(torch.randn(4, 6, dtype=torch.float64)[:, ::2])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x @ self.weight).square().mean() + self.gaps.square().sum() * x.sum()
-
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        model(data(step, rank, 4, 5)).backward()
-
-    check_training(Transposed(), backward, momentum, schedule="auto")
-
-
-@check
-def empty_and_scalar_parameters() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
-            self.scalar = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-            self.one = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
-            self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            used = self.empty.sum() + self.nothing.sum()
-            return (x * self.scalar + self.one).square().mean() + used
-
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        model(data(step, rank, 4)).backward()
-
-    check_training(Odd(), backward, momentum)
 
 
 class Waves(nn.Module):

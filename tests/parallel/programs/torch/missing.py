@@ -12,30 +12,11 @@ from tests.parallel.programs.torch.training import (
     adamw,
     check_training,
     data,
-    mlp,
     momentum,
-    square,
 )
 from wfbp.runtime import process
 
 check = Checks()
-
-
-@check
-def missing_on_some_ranks() -> None:
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        model(data(step, rank, 4, 5), [(rank + step) % 3]).backward()
-
-    check_training(Branches(), backward, adamw, steps=20)
-
-
-@check
-def missing_on_all_ranks_in_some_steps() -> None:
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        model(data(step, rank, 4, 5), [0, 1] if step % 3 else [0]).backward()
-
-    model, _ = check_training(Branches(), backward, adamw, steps=20)
-    assert model.branches[2].weight.grad is None
 
 
 @check
@@ -44,15 +25,6 @@ def seldom_used() -> None:
         model(data(step, rank, 4, 5), [1] if step in (9, 30) and rank == 1 else [0]).backward()
 
     check_training(Branches(), backward, adamw, steps=40)
-
-
-@check
-def no_gradient_at_all_in_some_steps() -> None:
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        if (step + rank) % 3 and step % 5:
-            square(model, rank, step)
-
-    check_training(mlp(5, 7, 3), backward, adamw, steps=20)
 
 
 @check

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import wfbp
 import wfbp.torch
@@ -17,8 +13,6 @@ from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.torch.training import (
     Twins,
     adamw,
-    check_training,
-    data,
     due,
     mlp,
     same,
@@ -28,34 +22,6 @@ from tests.parallel.programs.torch.training import (
 from wfbp.runtime import process
 
 check = Checks()
-
-
-def beside(between: Callable[[nn.Module], torch.Tensor], steps: int = 14) -> None:
-    """Train; what is done to the model between steps must be what a single process does.
-
-    Nothing else reads parameters there, but after some steps.
-    """
-    both = twins(adamw, mlp(5, 7, 7, 3))
-    for step in range(steps):
-        both.step(step)
-        same(*map(between, both.nets), f"step {step}: between steps", 1e-11)
-        if due(step, steps):
-            both.compare(f"step {step}")
-
-
-@check
-def evaluation_between_steps() -> None:
-    def evaluate(model: nn.Module) -> torch.Tensor:
-        model.eval()
-        with torch.no_grad():
-            out: torch.Tensor = model(data(99, 0, 4, 5))
-        model.train()
-        return out
-
-    beside(evaluate)
-    beside(lambda model: model.state_dict()["4.weight"].clone())
-    beside(lambda model: torch.cat([p.detach().flatten() for p in model.parameters()]))
-    beside(lambda model: copy.deepcopy(model)(data(99, 0, 4, 5)).detach())
 
 
 @check
@@ -69,31 +35,6 @@ def data_read_after_synchronize() -> None:
             both.optimizer.synchronize()
             for p, q in zip(held, both.reference.parameters(), strict=True):
                 same(p.data, q.data, f"step {step}", 1e-12)
-
-
-@check
-def several_forwards_per_step() -> None:
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        first = model(data(step, rank, 4, 5))
-        second = model(data(step + 100, rank, 4, 5))
-        with torch.no_grad():
-            model(data(step + 200, rank, 4, 5))
-        (first.square().mean() + (second * first.detach()).mean()).backward()
-
-    check_training(mlp(5, 7, 3), backward, adamw)
-
-
-@check
-def activation_checkpointing() -> None:
-    for reentrant in (False, True):
-
-        def backward(model: nn.Module, rank: int, step: int, reentrant: bool = reentrant) -> None:
-            x = data(step, rank, 4, 5).requires_grad_()
-            hidden = checkpoint(model[:2], x, use_reentrant=reentrant)  # type: ignore[index]
-            hidden = checkpoint(model[2:4], hidden, use_reentrant=reentrant)  # type: ignore[index]
-            model[4:](hidden).square().mean().backward()  # type: ignore[index]
-
-        check_training(mlp(5, 7, 7, 3), backward, adamw)
 
 
 @check

@@ -119,28 +119,6 @@ def steps_that_the_scaler_skips() -> None:
 
 
 @check
-def a_step_after_a_closure_averages_again() -> None:
-    both = twins()
-    model, optimizer = both[:2]
-    for step in range(12):
-        model.zero_grad()
-        if step % 3 == 2:
-
-            def closure(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss: torch.Tensor = model(data(step, wfbp.rank(), 4, 5)).square().mean()
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-        else:
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-        both.follow(step)
-        both.compare(f"step {step}")
-
-
-@check
 def an_exception_in_a_step() -> None:
     """An exception that the program catches must not leave ranks apart."""
     model = mlp(5, 7, 3)
