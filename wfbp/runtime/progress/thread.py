@@ -43,10 +43,15 @@ class CommunicationThread:
     many such calls, and keeps ``_driver_lock`` between them; the communication thread waits for
     that one before each of its calls, and so stays away.
 
-    Between calls the communication thread naps. If it could act upon an event at once, it sets
-    ``needs_wakeup``, before its last look at the events: a thread that appends an event must then
-    wake it. If a nap ends while a training thread drives, it is ``_standing_by``, and that thread
-    wakes it if it leaves work behind.
+    Between calls the communication thread naps. Its naps are short while anything is under way, and
+    else long. Three rules keep work from waiting until a long nap ends; ``test_handover.py`` tries
+    them in all orders of the threads.
+
+    * If it could act upon an event at once, it sets ``needs_wakeup``, before its last look at the
+      events: a thread that appends an event must then wake it.
+    * It does not nap if another thread has moved communication on since its own last pass.
+    * If a nap ends while a training thread drives, it is ``_standing_by``. The training thread
+      wakes it if it leaves work behind, or another thread waits.
     """
 
     def __init__(self, backend: HostBackend, config: Config, where: str) -> None:
@@ -218,16 +223,17 @@ class CommunicationThread:
                     pass
                 with self._progress_lock:
                     nap_s = loop.progress(urgent=loop.num_waiting > 0 or loop.is_awaited())
-                    wakeable = nap_s > 0 and loop.wakeable
+                    wakeable, passes = nap_s > 0 and loop.wakeable, loop.num_passes
                 if nap_s > 0:
-                    self._rest(nap_s, wakeable)
+                    self._rest(nap_s, wakeable, passes)
 
-    def _rest(self, nap_s: float, wakeable: bool) -> None:
-        """Sleep until the loop is woken or due; not at all if an event came just before."""
+    def _rest(self, nap_s: float, wakeable: bool, passes: int) -> None:
+        """Sleep until the loop is woken or due; not at all if an event came just before, or if
+        another thread has moved communication on since ``passes`` of the loop."""
         loop = self.loop
         # In this order: other threads append an event before they read ``needs_wakeup``.
         self.needs_wakeup = wakeable
-        if not (wakeable and loop.has_events):
+        if not (wakeable and loop.has_events) and loop.num_passes == passes:
             while nap_s > 0 and not loop.wakeup.wait(nap_s):
                 # A training thread drives. If it leaves work under way, it finds this thread
                 # standing by, and wakes it.
