@@ -1,7 +1,7 @@
 """What sharded updates save: optimizer state and peak memory of a rank.
 
     mpirun -np 4 python -m tests.benchmarks memory --update sharded
-    mpirun -np 4 python -m tests.benchmarks memory --update replicated
+    mpirun -np 4 python -m tests.benchmarks memory --update baseline
 
 Trains a chain of wide layers with Adam by one decoupled schedule until its plan is installed and
 some steps more, and reads what the largest rank used: state, the peak of the process, and what it
@@ -25,8 +25,7 @@ import torch
 import wfbp.torch as wfbp
 from wfbp.cli.tables import print_table
 
-SHARDING = {"auto": None, "sharded": True, "replicated": False}
-UPDATES = ("sharded", "replicated", "baseline")
+UPDATES = ("sharded", "baseline")
 MIB = 2**20
 
 
@@ -75,12 +74,11 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     model = torch.nn.Sequential(
         *(torch.nn.Linear(width, width) for _ in range(arguments.layers)), torch.nn.Linear(width, 1)
     )
-    baseline = arguments.update == "baseline"
+    schedule = "threshold" if arguments.update == "baseline" else arguments.schedule
     optimizer = wfbp.DistributedOptimizer(
         torch.optim.Adam(model.parameters(), lr=1e-4),
         model.named_parameters(),
-        schedule="threshold" if baseline else arguments.schedule,
-        optimizer_sharding=SHARDING["auto" if baseline else arguments.update],
+        schedule=schedule,
     )
     data = torch.randn(4, width)
     left = arguments.steps

@@ -254,9 +254,7 @@ class _Drawing:
         decouples = kind.nature in ("elementwise", "tensor", "own") and self.likely(0.65)
         update = "auto"
         if kind.nature == "elementwise" and decouples:
-            update = chance.choice(["auto", "auto", "sharded", "replicated"])
-        elif kind.nature in ("tensor", "own") and decouples:
-            update = chance.choice(["auto", "replicated"])
+            update = chance.choice(["auto", "auto", "sharded", "whole"])
         scheduler = chance.choice(["before", "after"]) if self.likely(0.2) else ""
         rates = chance.choice(["", "cosine", "one cycle", "chained"]) if scheduler else ""
         if name == "around":  # it has no hooks, and schedulers look for them

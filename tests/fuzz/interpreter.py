@@ -813,7 +813,7 @@ class Run:
         self.seen.append((f"{self.place}: {label}", kept))
 
 
-_SHARDING = {"auto": None, "sharded": True, "replicated": False}
+_SHARDING = {"auto": None, "sharded": True, "whole": False}
 
 
 def _scheduler(rates: str, optimizer: Any) -> Any:

@@ -306,8 +306,8 @@ TORCH = [
     ),
     Mutation(
         "torch/pending.py",
-        "if number <= last:",
-        "if True:",
+        "for k, number in self._left.items() if number <= last]",
+        "for k in self._left]",
         unit("torch/test_pending"),
     ),
     Mutation(

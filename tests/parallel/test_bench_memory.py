@@ -21,7 +21,7 @@ ONE_AFTER_ANOTHER = """
 import sys
 from tests.benchmarks.__main__ import main
 options = sys.argv[1:]
-for update in ("sharded", "replicated", "baseline"):
+for update in ("sharded", "baseline"):
     sys.argv[1:] = ["memory", "--update", update, "--json", *options]
     assert main() == 0
 """
@@ -38,8 +38,7 @@ def test_sharded_updates_hold_a_part_of_the_state(mpirun: Callable[..., launcher
         assert row["peak_bytes"] > row["state_bytes"] > 0
     # Two numbers per element, and a count of steps per tensor; shards are rounded up to 16 bytes.
     whole = 2 * 4 * elements
-    for update in ("replicated", "baseline"):
-        assert whole < rows[update]["state_bytes"] < whole * 1.01
+    assert whole < rows["baseline"]["state_bytes"] < whole * 1.01
     assert whole / 2 < rows["sharded"]["state_bytes"] < whole / 2 * 1.02
 
 
@@ -49,8 +48,8 @@ def test_sharded_training_never_holds_what_other_ranks_update(
 ) -> None:
     """Neither state that is whole at first, nor buffers of plans that are over.
 
-    A sharded update saves half of Adam's state, half of what its step computes with, and the
-    gathered gradients: two times the parameters, of which a leak would take one away. Memory is
+    A sharded update saves half of Adam's state and half of what its step computes with, which a
+    leak would take away. Memory is
     given back as soon as it is free, so that it does not depend on what else lies beside it; and
     tensors are small, because it varies from run to run when threads free the last few of them.
     """
@@ -60,7 +59,7 @@ def test_sharded_training_never_holds_what_other_ranks_update(
         "MALLOC_TRIM_THRESHOLD_": "0",
     }
     rows = {}
-    for update in ("sharded", "replicated"):
+    for update in ("sharded", "baseline"):
         options = ("--update", update, "--width", 512, "--layers", 32, "--steps", 2, "--json")
         run = mpirun(
             2, "-m", "tests.benchmarks", "memory", *options, env=QUICK | exact, timeout=110
@@ -70,5 +69,5 @@ def test_sharded_training_never_holds_what_other_ranks_update(
     parameter_bytes = rows["sharded"]["parameter_bytes"]
     assert parameter_bytes > 32 << 20
     for moment in ("peak_bytes", "end_bytes"):
-        saved = rows["replicated"][moment] - rows["sharded"][moment]
+        saved = rows["baseline"][moment] - rows["sharded"][moment]
         assert saved == pytest.approx(2.0 * parameter_bytes, rel=0.06), (moment, rows)

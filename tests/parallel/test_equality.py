@@ -26,12 +26,12 @@ update is far beyond it."""
 
 RUNS = {
     # Alone nothing is planned, and nothing sent: one of each kind of update.
-    1: [(schedule, "adamw") for schedule in ("auto", "ps_layerwise", "replicated")],
+    1: [(schedule, "adamw") for schedule in ("auto", "ps_layerwise")],
     # Where whole gradients are reduced, optimizers step as without wfbp: each element type once.
     2: [
         *((schedule, "momentum") for schedule in ALL_REDUCE),
         *((schedule, "adamw") for schedule in DECOUPLED),
-        *((schedule, "momentum") for schedule in ("auto", "hybrid", "replicated")),
+        *((schedule, "momentum") for schedule in ("auto", "hybrid")),
         *((schedule, "nesterov") for schedule in ("auto", "layerwise", "ps_layerwise")),
     ],
     3: [
@@ -46,7 +46,7 @@ LONG = {
     # three.
     5: [
         *((schedule, "momentum") for schedule in DECOUPLED),
-        *((schedule, equality.DOUBLE) for schedule in ("layerwise", "replicated")),
+        *((schedule, equality.DOUBLE) for schedule in ("layerwise",)),
     ],
 }
 """Further ones, in ``make test-long``."""

@@ -9,7 +9,7 @@ from tests.parallel.runs import outcome
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(240)]
 
 SCHEDULES = {
-    "NCCL": ("auto", "layerwise", "single", "independent", "hybrid", "ps_layerwise", "replicated"),
+    "NCCL": ("auto", "layerwise", "single", "independent", "hybrid", "ps_layerwise"),
     # Only what carries messages is another: whole gradients, shards, both, and plans that change.
     "STAGED": ("auto", "layerwise", "hybrid", "ps_layerwise"),
 }

@@ -257,13 +257,12 @@ class Costs:
         own = self.reduce_scatter if operation is Operation.REDUCE_SCATTER else self.all_gather
         return _half(self.all_reduce) if own is None else own
 
-    def compressed(self, part: float, gathers: bool = False) -> Costs:
-        """The costs if reduced (with ``gathers`` also gathered) gradients shrink to this part."""
+    def compressed(self, part: float) -> Costs:
+        """The costs if reduced gradients shrink to this part; gathered parameters do not."""
         if part == 1.0:
             return self
-        gather = self.of(Operation.ALL_GATHER)
         shrunk = self.map(lambda curve: curve.scaled(1.0, part))
-        return replace(shrunk, all_gather=gather.scaled(1.0, part) if gathers else gather)
+        return replace(shrunk, all_gather=self.of(Operation.ALL_GATHER))
 
     def map(self, change: Callable[[CostModel], CostModel]) -> Costs:
         """The costs with every given curve changed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -60,18 +60,6 @@ class Trace:
         unique(f"trace {self.model!r}", [t.spec.name for t in self.tensors])
         number(f"trace {self.model!r}: other_s", self.other_s)
         whole(f"trace {self.model!r}: elements of all tensors", sum(map(_numel, self.tensors)), 0)
-
-    def updated_when_read(self, update_s: float) -> Trace:
-        """The trace if forward updates each tensor before using it: moves seconds to forward."""
-        nbytes = sum(self.backward_bytes)
-        if not nbytes:
-            return self
-        moved_s = min(update_s, self.other_s)
-        tensors = tuple(
-            replace(t, forward_s=t.forward_s + moved_s * (t.spec.nbytes / nbytes))
-            for t in self.tensors
-        )
-        return replace(self, tensors=tensors, other_s=self.other_s - moved_s)
 
     @classmethod
     def uniform(cls, names: str, numel: int, forward_s: float, backward_s: float) -> Trace:

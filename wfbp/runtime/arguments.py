@@ -21,15 +21,9 @@ class ReducerOptions:
     threshold_bytes: int  # for the ``threshold`` planner, and for others' first plan
     op: Op = Op.AVERAGE
     passes: int = 1  # backward passes per step; a tensor is ready after so many gradients
-    decouples: bool = False  # whether the caller can use shards, and ``Reducer.gather``
-    sharded_update: bool = False  # whether each rank then updates its shards only
+    decouples: bool = False  # whether each rank may update its shards, and ``Reducer.gather`` them
     name: str = "optimizer"  # for messages
     wire_dtype: str = ""  # of WIRE_DTYPES, for wider gradients; empty for their own
-
-    @property
-    def gather_dtype(self) -> str:
-        """Element type for gathers of wider tensors; empty for their own."""
-        return "" if self.sharded_update else self.wire_dtype
 
     def check(self, specs: Sequence[TensorSpec], user: str = "") -> None:
         """Raise unless these tensors' gradients can be reduced; ``user`` is for messages."""

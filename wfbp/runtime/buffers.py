@@ -77,7 +77,7 @@ class GroupBuffer:
         self.nbytes = self._block_bytes * size
         self._tail_end = self._tail + in_message * item_bytes(self.dtype)
         self._message = self._results = self._new_message()
-        if self._casts and not self._is_gather:
+        if self._casts:
             self._results = self._new_results()
         self._other: _Storage | None = None
 
@@ -117,9 +117,7 @@ class GroupBuffer:
         every, own = range(len(self._counts)), [self._own]
         message.packing = self._table(data, own if self._is_gather else every)
         if self._is_gather:
-            # Also this rank's piece if it was cast, or its bits would differ from other ranks'.
-            others = [rank for rank in every if self._casts or rank != self._own]
-            message.unpacking = self._table(data, others)
+            message.unpacking = self._table(data, [rank for rank in every if rank != self._own])
         elif self.whole or self._casts:
             message.unpacking = self._table(data, own)
         if self._tail_end > self._tail:
@@ -207,6 +205,7 @@ class GroupBuffer:
                 data = _memory_at(sources[position], nbytes, step.owners[k])
                 self._segments.append(Segment(offset, data, counts))
                 continue
+            assert isinstance(step, Step)
             owner, result = step.owners[k], None
             # Memory without an owner may be freed if a step fails, so it is copied, unless the
             # backend would not read it afterwards.
@@ -236,7 +235,7 @@ class GroupBuffer:
 
     def arrived(self) -> None:
         """Cast results back, if they were cast."""
-        if self._casts and not self._is_gather:
+        if self._casts:
             message = self._message
             message.unpacking.point_at(self._results.addresses)
             message.unpacking.table.unpack()
@@ -244,9 +243,9 @@ class GroupBuffer:
     def deliver(self, step: Step | Gather) -> None:
         """Copy whole tensors to ``step.targets``; on a device, when the training thread joins."""
         if self._is_gather:
-            self._message.unpacking.point(self._pick_packed(step.targets))
+            self._message.unpacking.point(self._pick_packed(step.sources))
             self._message.unpacking.table.unpack()
-        elif self.whole and step.targets:
+        elif isinstance(step, Step) and self.whole and step.targets:
             targets = self._pick(step.targets)
             if self._delivered:  # these are there already
                 members = zip(self._members, targets, strict=True)

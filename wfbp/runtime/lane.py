@@ -95,7 +95,7 @@ class Lane:
     def _make_buffers(self, plan: Plan, members: Sequence[int]) -> list[GroupBuffer]:
         options, buffers = self._options, []
         for group in range(len(plan.groups)):
-            wire = options.wire_dtype if group < plan.num_backward else options.gather_dtype
+            wire = options.wire_dtype if group < plan.num_backward else ""
             buffers.append(GroupBuffer(plan, group, members, options.op, self._memory, wire))
         return buffers
 

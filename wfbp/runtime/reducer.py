@@ -109,8 +109,7 @@ class Reducer:
             "threshold_bytes": options.threshold_bytes,
             "op": str(options.op),
             "compression": options.wire_dtype or "none",
-            "decouples": options.decouples,
-            "shares the update": options.sharded_update,
+            "shares the update": options.decouples,
             "plan": self.tuner.plan.digest,
         }
         what = "comparing tensors"
@@ -523,7 +522,6 @@ class Reducer:
         addresses: Sequence[int],
         owners: object,
         count: int | None = None,
-        sources: Sequence[int] | None = None,
     ) -> None:
         """All-gather updated tensors as :class:`Gather` says; ``count`` holds groups back."""
         if not self.decoupled:
@@ -531,9 +529,8 @@ class Reducer:
         self.flush()
         self.clock.waits, self.clock.gathers = [], []
         self._num_arrived = 0
-        sources = addresses if sources is None else sources
         kept = [owners] * len(self.specs)
-        self._gather = Gather(addresses, sources, kept, count, self.memory.update_dependencies())
+        self._gather = Gather(addresses, kept, count, self.memory.update_dependencies())
         self._post_gather(self._gather)
 
     def gather_rest(self) -> None:
@@ -549,34 +546,27 @@ class Reducer:
         self._thread.progress()
         self._thread.loop.wakeup.set()
 
-    def gather_gradients(
-        self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
-    ) -> list[BufferView | None]:
+    def gather_gradients(self, reduced: Sequence[BufferView | None]) -> list[BufferView | None]:
         """Gather gradients; the views are whole once all have arrived, and not in memory that the
-        program uses, at addresses ``kept`` or as lent."""
+        program uses."""
         memory = self.memory
         whole = list(reduced)
-        addresses, sources = [0] * len(whole), [0] * len(whole)
+        addresses = [0] * len(whole)
         for index, view in enumerate(reduced):
             if not self.decouples_tensor(index):
                 continue
             spec, shard = self.specs[index], self._shards[index]
             storage = self._gathered[index]
-            if storage is None or storage.address in kept or _is_used(storage):
+            if storage is None or _is_used(storage):
                 data = memory.empty(spec.nbytes)
                 storage = BufferView(data, memory.address(data), True, [])
                 self._gathered[index] = storage
-            addresses[index] = sources[index] = storage.address
+            addresses[index] = storage.address
             if view is None:
                 continue
             whole[index] = storage
-            if not view.whole and spec.wire_bytes(self._options.gather_dtype) != spec.nbytes:
-                # All shards are written, also this rank's, because the program may change its whole
-                # gradients meanwhile.
-                sources[index] = view.address - shard.start
-            else:
-                memory.copy(storage.data[shard], view.data[shard] if view.whole else view.data)
-        self.gather(addresses, (list(self._gathered), reduced), sources=sources)
+            memory.copy(storage.data[shard], view.data[shard] if view.whole else view.data)
+        self.gather(addresses, (list(self._gathered), reduced))
         return whole
 
     def decouples_tensor(self, index: int) -> bool:

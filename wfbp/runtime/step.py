@@ -49,8 +49,7 @@ class Close(NamedTuple):
 class Gather:
     """Shards are updated, so all-gathers may start; lists are by the reducer's numbers."""
 
-    targets: Sequence[int]  # addresses of whole tensors, to be written
-    sources: Sequence[int]  # of whole tensors with this rank's shards; mostly ``targets``
+    sources: Sequence[int]  # addresses of whole tensors with this rank's shards, to be completed
     owners: Sequence[object]  # kept alive until the gathers end
     count: int | None  # number of all-gathers that may start now; None for all
     dependencies: Dependencies

@@ -278,10 +278,9 @@ class OptimizerSync:
         self._drift = Drift(runtime, reducer, params)
         self.has_left = False
         self._is_clipped = False
-        self._gathers_narrow = bool(options.gather_dtype)
         self._alone = False  # whether the last step was reduced with ranks that had joined
         sharding = None
-        if options.sharded_update and reducer.may_decouple:
+        if reducer.may_decouple:
             sharding = StateSharding(runtime, specs, params, optimizer, reducer.channel)
         self._step_whole = _timed(reducer, step)
         self.update = Update(reducer, optimizer, self._step_whole, params, sharding, name)
@@ -555,7 +554,7 @@ class OptimizerSync:
         """Close the step and wait for averages, whole ones if any rank needs these."""
         if self.reducer.decoupled:  # what the previous step gathers must have arrived
             self.update.pending.wait_all()
-        reduced = self._close(whole)
+        reduced = self._close(whole or self.update.sharding is None)
         self.held = None
         for slot in reduced:
             if slot is not None and not slot.whole:
@@ -597,16 +596,16 @@ class OptimizerSync:
         """Let the optimizer step; from here on decoupled parameters travel."""
         if self._is_clipped:
             self._check_clipped()
+        if self.held is not None and (args or kwargs or self.update.sharding is None):
+            self.synchronize()
         if args or kwargs:
-            if self.held is not None:
-                self.synchronize()
             self.prepare_whole()
             self.compare_arguments(args, kwargs)
             return self._step_whole(*args, **kwargs)
         update, reduced = self.update, self.held
         self.held = None
         try:
-            if self._alone or not (self.reducer.decoupled or update.sharding is not None):
+            if self._alone or update.sharding is None:
                 return self._step_whole()
             return update.apply(reduced)
         finally:
@@ -652,8 +651,6 @@ class OptimizerSync:
         watches = is_reduced_here or self._is_clipped
         if self._is_clipped:
             self._check_clipped()
-        if self.held is not None and self._gathers_narrow:
-            self.synchronize()  # averages are rounded to 16 bits first, and scaled after that
         shards, whole = [], []
         own: dict[tuple[int, int], torch.Tensor] = {}  # once each, though gradients share memory
         stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}

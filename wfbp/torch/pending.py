@@ -21,7 +21,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from sys import getrefcount
 from typing import Any
 
@@ -80,19 +80,17 @@ def _await_param(param: torch.Tensor) -> None:
         owner[0].wait(owner[1])
 
 
-def await_all(stop: str = "", of_any: bool = False) -> None:
-    """Wait until nothing is pending; ``stop``: why nothing may be pending from now on. ``of_any``:
-    whatever the model, so parameters whose update has failed are left out instead of raising."""
+def await_all(stop: str = "") -> None:
+    """Wait until nothing is pending; ``stop``: why nothing may be pending from now on."""
     for pending in {owner for owner, _ in list(under_way.values())}:
         if stop:
             pending.stop(stop)
-        if not (of_any and pending.has_failed):
-            pending.wait_all()
+        pending.wait_all()
 
 
 # Some code takes tensors in C++, without asking __torch_function__: forked processes, torch.func,
 # and TorchScript.
-os.register_at_fork(before=partial(await_all, of_any=True))
+os.register_at_fork(before=await_all)
 
 
 def _flatten(param: Pending) -> tuple[list[torch.Tensor], None]:
@@ -170,7 +168,7 @@ _recursive.create_script_module = _waiting(_recursive.create_script_module, _awa
 def _compiling(*_: object) -> None:
     """Before a compilation, whose guards compare classes; it would trace hooks, too."""
     why = "torch.compile reads them"
-    await_all(why, of_any=True)
+    await_all(why)
     for pending in list(_looking):
         pending.stop(why)
     _unhook()
@@ -216,20 +214,18 @@ def _before_forward(module: nn.Module, inputs: object) -> None:
 class PendingParameters:
     """The parameters of one optimizer; some may be pending.
 
-    The training thread calls :meth:`begin`; any thread may wait. ``_lock`` is held while waiting,
-    while an update is completed and while classes change, so a second reader waits for the first.
+    The training thread calls :meth:`begin`; any thread may wait. ``_lock`` is held while waiting
+    and while classes change, so a second reader waits for the first.
     """
 
     def __init__(
         self,
         params: Sequence[torch.Tensor],
         await_arrival: Callable[[int], None],
-        complete: Callable[[Sequence[int]], None] | None,  # updates what has arrived
         name: str,
     ) -> None:
         self._params = list(params)
         self._await_arrival = await_arrival
-        self._complete = complete
         self._name = name
         self._lock = threading.RLock()
         self._left: dict[int, int] = {}
@@ -243,15 +239,9 @@ class PendingParameters:
         self._seen: set[int] = set()
         """Indices of parameters that a module's hook waits for."""
         self._stopped = False
-        self._failure: BaseException | None = None
 
     def __bool__(self) -> bool:
         return bool(self._left)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether an update has raised, so that the parameters are of no use."""
-        return self._failure is not None
 
     def begin(
         self, indices: Sequence[int], groups: Sequence[Sequence[int]], addresses: Sequence[int]
@@ -337,29 +327,13 @@ class PendingParameters:
         with signals.deferred, self._lock:
             if index not in self._left:
                 return
-            if self._failure is not None:
-                raise RuntimeError(
-                    f"{self._name}: an earlier update failed on this rank, so its parameters "
-                    "differ from those of other ranks: end the job and resume from a checkpoint"
-                ) from self._failure
             self._await_arrival(index)
             if index not in self._left:  # a signal handler has read it meanwhile
                 return
-            # All that has arrived with it, and no more: were the update to raise, ranks would lose
-            # different parts of it.
             last = self._left[index]
-            arrived = []
-            for other, number in list(self._left.items()):
-                if number <= last:
-                    del self._left[other]
-                    arrived.append(other)
-            try:
-                if self._complete is not None:
-                    self._complete(arrived)
-            except BaseException as error:
-                self._failure = error  # this rank lacks an update that the others have
-                self._left.update(dict.fromkeys(arrived, last))
-                raise
+            arrived = [k for k, number in self._left.items() if number <= last]
+            for k in arrived:
+                del self._left[k]
             self._put_back(arrived)
             if threading.get_ident() != self._thread and not self._stopped:
                 self.stop("a second thread reads them")

@@ -1,31 +1,24 @@
 """The optimizer's update after gradients have been reduced.
 
 Most optimizers take one ordinary ``step()`` with whole gradients. Only an optimizer that is known
-to treat every element by itself (see :mod:`wfbp.torch.wrapping`) is stepped in parts. Each rank
-updates its shards of decoupled parameters, which are then gathered. Or every rank updates every
-parameter, decoupled ones just before they are read.
+to treat every element by itself (see :mod:`wfbp.torch.wrapping`) is stepped in parts: each rank
+updates its shards of decoupled parameters, which are then gathered.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import optim
-from torch._functorch import pyfunctorch
 from torch.optim import optimizer as torch_optimizer
-from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_map_only
 
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.step import BufferView
-from wfbp.torch import tensors
 from wfbp.torch.original import own_attributes
 from wfbp.torch.pending import PendingParameters
 from wfbp.torch.state_sharding import SharedOutState, State, StateSharding
@@ -50,8 +43,7 @@ _EARLY = 8
 class Update:
     """Steps an optimizer whose gradients a reducer has reduced.
 
-    The training thread steps. A thread that reads a parameter waits, through ``pending``, and
-    carries out the rest of its update.
+    The training thread steps. A thread that reads a parameter waits, through ``pending``.
     """
 
     def __init__(
@@ -68,27 +60,17 @@ class Update:
         self._step_whole = step_whole
         self._bare_step = bare_step(type(optimizer))
         self._params = params
-        self._device_type = params[0].device.type
         self.sharding = sharding
         self._installed = 0
         self._settings: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []
         """Attributes and groups of the optimizer in this step."""
         self._early: tuple[set[int], int] = set(), 0
-        # Of a replicated update whose gradients are being gathered.
-        self._layouts = [tensors.Layout.of(p) for p in params]
-        self._due: dict[int, tuple[torch.Tensor, torch.Tensor, list[Any]]] = {}
-        """By index: an alias of the parameter, the gradient that is under way, and marks of the
-        state, which a program may change through the original optimizer."""
         self._name = name
-        complete = self._complete if sharding is None else None
-        self.pending = PendingParameters(params, reducer.await_tensor, complete, name)
+        self.pending = PendingParameters(params, reducer.await_tensor, name)
 
     def replicate(self) -> None:
         """Before the first update: every rank updates whole parameters, because ranks differ."""
         self.sharding = None
-        self.pending = PendingParameters(
-            self._params, self._reducer.await_tensor, self._complete, self._name
-        )
 
     def flush(self) -> None:
         """Wait until every parameter is up to date, and all that was gathered has arrived."""
@@ -98,12 +80,9 @@ class Update:
     def apply(self, reduced: Reduced | None) -> Any:
         """Step, and begin all-gathers; ``reduced`` is None if every ``p.grad`` is whole."""
         sharding = self.sharding
+        assert sharding is not None
         if self._reducer.decoupled:
             self.pending.wait_all()
-        if sharding is None:
-            if reduced is None:
-                return self._step_whole()
-            return self._with_hooks(partial(self._defer, reduced))
         if self._installed != self._reducer.num_installed:
             self._follow(sharding)
         sharding.begin_update()
@@ -132,17 +111,13 @@ class Update:
         return self.sharding.whole_state() if self.sharding else None
 
     def state_for_use(self, state: State) -> Any:
-        """The state as the program may use and keep it: no update is left for later any more."""
+        """The state as the program may use it: reading sharded state is an error."""
         if self.sharding is not None and self.sharding.shards:
             return SharedOutState(self.sharding, state)
-        if self.sharding is None and self._reducer.may_decouple:
-            if state:  # a library may look at it before the first step
-                self.pending.stop("the program uses optimizer.state")
-            self.pending.wait_all()
         return state
 
     def before_another_state(self, state: State) -> None:
-        """The optimizer is given other state: updates that are due belong to that before."""
+        """The optimizer is given other state."""
         self.flush()
         if self.sharding is not None and not self.sharding.lies_in(state):
             self.forget()
@@ -181,13 +156,13 @@ class Update:
 
         return optim.Optimizer.profile_hook_step(step)(own)
 
-    def _run(self, targets: Mapping[int, torch.Tensor], **more: Any) -> Any:
+    def _run(self, targets: Mapping[int, torch.Tensor]) -> Any:
         """Step some tensors, by the id of the parameter that each stands for, by an optimizer of
-        the same class with the settings of this step, and ``more`` attributes."""
+        the same class with the settings of this step."""
         attributes, groups = self._settings
         kind = type(self._optimizer)
         stepped: Any = object.__new__(kind)
-        stepped.__dict__.update(attributes, **more)
+        stepped.__dict__.update(attributes)
         stepped.param_groups = []
         for group in groups:
             if params := [targets[id(p)] for p in group["params"] if id(p) in targets]:
@@ -210,8 +185,6 @@ class Update:
                 "step in parts. Keep it in self.state[p], or pass optimizer_sharding=None"
             )
         return result
-
-    # Shards.
 
     def _step_shards(self, sharding: StateSharding, reduced: Reduced | None) -> Any:
         reducer, params = self._reducer, self._params
@@ -272,65 +245,6 @@ class Update:
             count += 1
         self._early = {id(self._params[k]) for group in groups[:count] for k in group}, count
 
-    # Whole parameters, updated before they are read.
-
-    def _defer(self, reduced: Reduced) -> Any:
-        """Gather gradients, step what is not gathered, and leave the rest to :meth:`_complete`."""
-        reducer, params, optimizer = self._reducer, self._params, self._optimizer
-        # The program may change settings before they are used.
-        groups = []
-        for group in optimizer.param_groups:
-            settings = {key: value for key, value in group.items() if key != "params"}
-            copied = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), settings)
-            groups.append({**copied, "params": list(group["params"])})
-        self._settings = dict(own_attributes(optimizer)), groups
-        # The program may go on with its own gradients where an earlier step left averages.
-        grads = [p.grad for p in params if p.grad is not None]
-        kept = {grad.data_ptr() for grad in grads if grad.layout is torch.strided}
-        whole = reducer.gather_gradients(reduced, kept)
-        now: dict[int, torch.Tensor] = {}
-        for index, (param, slot) in enumerate(zip(params, whole, strict=True)):
-            if not reducer.decouples_tensor(index):
-                now[id(param)] = param
-            elif slot is not None:
-                gradient = tensors.view(slot.data, self._layouts[index])
-                self._due[index] = param.detach(), gradient, _marks(optimizer.state.get(param))
-        waiting = list(self._due)
-        torch.autograd.graph.increment_version([params[k] for k in waiting])
-        start = reducer.clock.start_update()
-        try:
-            return self._run(now)
-        finally:
-            reducer.clock.mark_update(start)
-            self.pending.begin(waiting, reducer.gather_groups, [p.data_ptr() for p in params])
-
-    def _complete(self, indices: Sequence[int]) -> None:
-        """Update parameters whose gradients have arrived, with the settings from when the step was
-        asked for; in the thread that reads one."""
-        # By aliases: gradients that the program has computed meanwhile stay the parameters'.
-        reducer, own, state = self._reducer, self._optimizer.state, defaultdict[Any, Any](dict)
-        start = reducer.clock.start_update()
-        due = {self._params[k]: self._due.pop(k) for k in indices}
-        with _as_in_step(self._device_type):
-            for param, (alias, gradient, marks) in due.items():
-                alias.grad = gradient
-                if _marks(own.get(param)) != marks:
-                    raise RuntimeError(
-                        f"{self._name}: the original optimizer's state of a parameter was changed "
-                        "after step() and before its update, which waits until the parameter is "
-                        "used. Change the state of the optimizer that DistributedOptimizer() "
-                        "returned, or pass schedule='oasr'"
-                    )
-                if param in own:
-                    state[alias] = own[param]
-            targets = {id(param): alias for param, (alias, *_) in due.items()}
-            self._run(targets, state=state)
-        for param, (alias, *_) in due.items():
-            if alias in state:
-                own[param] = state[alias]
-        reducer.clock.mark_update(start)
-        reducer.memory.publish()
-
 
 def _settings_of(
     optimizer: optim.Optimizer, params: Sequence[torch.Tensor]
@@ -360,28 +274,3 @@ def _settings_of(
     for group in optimizer.param_groups:
         named += [(f"group[{k!r}]", v) for k, v in group.items() if k != "params"]
     return {(name, text) for name, value in named if (text := mark(value)).strip(",")}
-
-
-def _marks(entry: dict[Any, Any] | None) -> list[Any]:
-    """Marks that differ once a parameter's state has been changed."""
-    return [(key, id(value), getattr(value, "_version", 0)) for key, value in (entry or {}).items()]
-
-
-@contextmanager
-def _as_in_step(device_type: str) -> Iterator[None]:
-    """Let no mode and no transform (``torch.func``) of the thread that reads affect tensors."""
-    # PyTorch's optimizers compute otherwise while torch.compile traces.
-    compiler: Any = torch.compiler
-    flag, compiler._is_compiling_flag = getattr(compiler, "_is_compiling_flag", False), False
-    try:
-        with (
-            pyfunctorch.temporarily_clear_interpreter_stack(),
-            _python_dispatch._disable_current_modes(),
-            torch._C.DisableTorchFunction(),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast(device_type, enabled=False),
-        ):
-            yield
-    finally:
-        compiler._is_compiling_flag = flag

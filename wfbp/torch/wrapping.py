@@ -91,11 +91,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         threshold_bytes: group size of ``threshold``, and of what schedules that have to measure
             begin with; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
         optimizer_sharding: True: each rank updates its shard of each tensor and holds the state of
-            it alone, if the schedule decouples. False: every rank updates all. By default True for
-            PyTorch's elementwise optimizers (exactly these classes: SGD, Adam, AdamW, NAdam, RAdam,
-            Adamax, RMSprop, Rprop, Adagrad, Adadelta, ASGD), and False under ``compression``:
-            averaged gradients are gathered in 16 bits, parameters never. For your own class True
-            promises three things. The new value of an element depends on its own gradients and
+            it alone, if the schedule decouples. False: every rank updates all, after all-reduces.
+            By default True for PyTorch's elementwise optimizers (exactly these classes: SGD, Adam,
+            AdamW, NAdam, RAdam, Adamax, RMSprop, Rprop, Adagrad, Adadelta, ASGD). Under
+            ``compression`` parameters still travel whole. For your own class True promises three
+            things. The new value of an element depends on its own gradients and
             state and on settings in its group alone. State is kept in ``self.state[p]``, in tensors
             of the shape of ``p`` and in numbers. ``step()`` may be called for some parameters or
             parts of them, and changes nothing else.
@@ -198,20 +198,18 @@ def distribute(
     )
     check_params(named_params(optimizer, known, complete=True), options)
     _check_previous(optimizer, runtime)
-    await_all(of_any=True)  # pending parameters of dropped models would never be freed otherwise
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    await_all()  # pending parameters of dropped models would never be freed otherwise
     why = why_not_elementwise(optimizer, declared=sharding is True)
+    if why and sharding is True:
+        raise ValueError(f"optimizer_sharding is True, but {why}; use None or False")
+    if sharding is False:
+        why = "optimizer_sharding is False"
+    elif not check_parameters:
+        why = "check_parameters is False"
     if why:
-        if sharding is True:
-            raise ValueError(f"optimizer_sharding is True, but {why}; use None or False")
         log.info("%s takes whole steps, after all-reduces: %s", name, why)
         planner = AUTO if options.schedule in DECOUPLED_SCHEDULES else options.schedule
         options = replace(options, decouples=False, schedule=planner)
-    elif sharding is None:
-        # Averages travel in 16 bits; updated parameters could not.
-        narrow = bool(options.wire_dtype) and any(p.element_size() > 2 for p in params)
-        sharding = check_parameters and not narrow
-    options = replace(options, sharded_update=bool(sharding) and not why)
     if isinstance(optimizer, optim.SparseAdam):
         sparse_as_dense = False  # it takes no dense gradients
     if hidden := hidden_names(type(optimizer), base):

@@ -239,9 +239,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "step independent": lambda: check_training("step", schedule="independent"),
     "synchronize independent": lambda: check_training("synchronize", schedule="independent"),
     "clip wfbp": lambda: check_training("clip", schedule="layerwise"),
-    "replicated independent": lambda: check_training(
-        "step", schedule="independent", optimizer_sharding=False
-    ),
     "reducer": check_reducer,
     "operations": check_operations,
     "handlers that return": check_handlers_that_return,

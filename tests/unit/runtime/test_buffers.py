@@ -115,9 +115,9 @@ def test_a_step_of_messages(  # type: ignore[no-untyped-def]
         assert result.discarded == any(discards)
         assert result.steps_agree
     for group in range(plan.num_backward, len(plan.groups)):
-        buffers = buffers_of(plan, size, op, group, wire)
+        buffers = buffers_of(plan, size, op, group)
         addresses = [step_of(whole).sources for whole in wholes]
-        gathers = [Gather(a, a, wholes[r], None, ()) for r, a in enumerate(addresses)]
+        gathers = [Gather(a, wholes[r], None, ()) for r, a in enumerate(addresses)]
         for buffer, gather in zip(buffers, gathers, strict=True):
             buffer.pack(gather)
         travel(buffers)

@@ -35,7 +35,7 @@ class Updater(Trainer):
     """A trainer with parameters: each rank subtracts what it has of the gradients."""
 
     def __init__(self, runtime: Runtime, sizes: list[int], **options: Any) -> None:
-        super().__init__(runtime, make_specs(sizes), decouples=True, sharded_update=True, **options)
+        super().__init__(runtime, make_specs(sizes), decouples=True, **options)
         self.params = [np.zeros(n) for n in sizes]
 
     def step(self, whole: bool = False) -> None:
@@ -112,44 +112,6 @@ def test_random_programs(
             assert updater.params[k] == pytest.approx(value, **close)
 
     all_well(run_ranks(size, body, QUICK))
-
-
-@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
-def test_gathered_gradients_travel_in_16_bits(wire: str) -> None:
-    """Every rank has what has travelled, its own shard included."""
-
-    def body(runtime: Runtime) -> list[bytes]:
-        sizes = [30, 1, 5]
-        trainer = Trainer(
-            runtime,
-            make_specs(sizes),
-            schedule="independent",
-            decouples=True,
-            wire_dtype=wire,
-        )
-        found: list[bytes] = []
-        for step in range(1, 4):
-            for k in reversed(range(len(sizes))):
-                trainer.accumulate(k, 100.0 * step + k + runtime.rank)
-            reduced = trainer.engine.synchronize(False)
-            assert any(slot is not None and not slot.whole for slot in reduced)
-            for slot in reduced:  # what is between two numbers of the type is rounded
-                if slot is not None and not slot.whole:
-                    slot.data.view(np.float64)[:] += 2.0**-9
-            whole = trainer.engine.gather_gradients(reduced)
-            trainer.engine.flush()
-            for k, slot in enumerate(whole):
-                assert slot is not None
-                average = 100.0 * step + k + (runtime.size - 1) / 2
-                close = 2.0 ** (-10 if wire == "float16" else -7)
-                assert slot.data.view(np.float64) == pytest.approx(average, rel=close)
-                found.append(slot.data.tobytes())
-            trainer.zero()
-        return found
-
-    steady = Config(schedule="layerwise", warmup_steps=10**6, timeout_s=60.0)
-    first, *others = all_well(run_ranks(3, body, steady))
-    assert all(found == first for found in others)
 
 
 def test_what_is_gathered_at_the_end_arrives() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.device_trainer import Array, DeviceTrainer
+from tests.support.device_trainer import DeviceTrainer
 from tests.support.devices import Devices
 from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.software_device import SoftwareDevice
@@ -165,7 +165,6 @@ def test_random_decoupled_programs(
             op=op,
             wire_dtype=wire,
             decouples=True,
-            sharded_update=True,
             seed=seed + rank,
         )
         order = random.Random(seed + rank)
@@ -194,47 +193,6 @@ def test_random_decoupled_programs(
         trainer.finish()
 
     all_well(run_ranks(size, body, QUICK))
-
-
-@pytest.mark.parametrize("nccl", [True, False])
-def test_gathered_gradients_travel_in_16_bits(nccl: bool) -> None:
-    """The averages between two numbers of the type are rounded on the rank that has them, too."""
-    size, sizes = 2, [30, 1, 5]
-    devices = Devices(size, nccl, 5)
-
-    def body(runtime: Runtime) -> None:
-        trainer = DeviceTrainer(
-            runtime,
-            devices.of[runtime.rank],
-            make_specs(sizes),
-            schedule="independent",
-            wire_dtype="bfloat16",
-            decouples=True,
-        )
-        for step in range(1, 4):
-            wanted: list[float | None] = [float(3 * step + k) for k in range(len(sizes))]
-            for k in reversed(range(len(sizes))):
-                trainer.accumulate(k, 3.0 * step + k)
-            slots = trainer.synchronize(wanted, f"step {step}", whole=False)
-            shards = [slot.data for slot in slots if not slot.whole]
-            assert shards
-            for data in shards:
-                trainer.device.update(trainer.main, data, _add_a_little)
-            with trainer.device.on(trainer.main):
-                whole = trainer.engine.gather_gradients(slots)
-                trainer.engine.flush()
-            for k, slot in enumerate(whole):
-                assert slot is not None
-                trainer.note(slot.data, wanted[k], f"step {step}, gathered {k}", k)
-            trainer.zero()
-        trainer.finish()
-
-    all_well(run_ranks(size, body, STEADY))
-
-
-def _add_a_little(data: Array) -> None:
-    """So little that it is lost in bfloat16."""
-    data.view(np.float64)[:] += 2.0**-9
 
 
 def test_the_host_waits_for_nothing_in_a_step() -> None:

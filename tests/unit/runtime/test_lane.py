@@ -68,7 +68,7 @@ def test_a_step_begins_while_all_gathers_of_the_one_before_travel(
     lane.advance()
     assert len(sent) == 2
     assert lane.reply.get().present == [True] * 2
-    lane.events.append(Gather([1, 1], [1, 1], [None] * 2, None, ()))
+    lane.events.append(Gather([1, 1], [None] * 2, None, ()))
     lane.advance()
     assert len(sent) > 2, "all-gathers are on their way"
     lane.events.append(GroupReady(step_of(1, 2), 0, ()))

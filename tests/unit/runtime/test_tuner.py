@@ -63,22 +63,14 @@ class Job:
         decouples: bool = False,
         num_updaters: int = 1,
         update_s: float = 0.0,
-        gathers_gradients: bool = False,
         threshold_bytes: int = 25 * 2**20,
     ) -> None:
         self.costs = costs
-        options = ReducerOptions(
-            schedule,
-            threshold_bytes,
-            decouples=decouples,
-            sharded_update=not gathers_gradients,
-            name="Adam",
-        )
+        options = ReducerOptions(schedule, threshold_bytes, decouples=decouples, name="Adam")
         self.tuners = [
             Tuner(config, options, SPECS, num_updaters, is_logger=rank == 0) for rank in range(size)
         ]
         self.update_s = update_s
-        self.gathers_gradients = gathers_gradients
         self.seconds = seconds
         self.noise = noise
         self.gradients = gradients or [{s.name for s in SPECS}] * size
@@ -118,8 +110,6 @@ class Job:
         ]
         closed = 100 + 0.1 + 0.05 * len(SPECS)
         forward = [0.0] * len(ready)
-        if self.gathers_gradients:  # behind the update
-            forward = [100 + self.update_s] * len(ready)
         updates = [(100.0, 100.0 + self.update_s)]
         return StepTimes(100.0, ready, forward, 100.1, closed, 100 + took, updates=updates)
 
@@ -191,19 +181,6 @@ def test_an_update_of_shards_is_known_from_whole_ones_and_from_shards(schedule: 
     assert trace.forward_s + trace.other_s == pytest.approx(0.1 + spared_s)
     compute_s = job.tuner.predicted.iteration_s - job.tuner.predicted.exposed_s
     assert compute_s == pytest.approx(0.5)
-
-
-def test_an_update_that_waits_for_reads_belongs_to_forward() -> None:
-    """Every rank updates all, each tensor when forward comes to it: while later ones travel."""
-    job = Job("independent", alike, decouples=True, update_s=0.08, gathers_gradients=True)
-    job.run("installed")
-    trace = job.tuner.trace
-    assert trace is not None
-    assert trace.forward_s == pytest.approx(0.1)
-    assert trace.other_s == pytest.approx(0.0, abs=1e-12)
-    total = sum(t.spec.nbytes for t in trace.tensors)
-    for tensor in trace.tensors:
-        assert tensor.forward_s >= 0.0799 * tensor.spec.nbytes / total, "each has its own part"
 
 
 def test_auto_tries_several_and_installs_the_fastest() -> None:

@@ -23,7 +23,7 @@ from wfbp.torch.pending import Pending, PendingParameters
 
 
 class Arrivals:
-    """What brings parameters: it fills them with ones."""
+    """Brings parameters: fills them with ones."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
@@ -34,11 +34,9 @@ class Arrivals:
         if self.error is not None:
             raise self.error
         self.awaited.append(index)
-
-    def complete(self, indices: Sequence[int]) -> None:
-        for index in indices:  # as from elsewhere: no mode and no transform affects it
+        for param in self.params[: index + 1]:  # each arrives after those before it
+            # As from elsewhere: no mode and no transform affects it.
             with torch._C.DisableTorchFunctionSubclass():
-                param = self.params[index]
                 values = (ctypes.c_float * param.numel()).from_address(param.data_ptr())
             values[:] = [1.0] * len(values)
 
@@ -61,9 +59,7 @@ class Step:
         self.params = params or [nn.Parameter(torch.zeros(*shape)) for shape in shapes]
         self.module = Holder(self.params)
         self.arrivals = Arrivals(self.params)
-        self.pending = PendingParameters(
-            self.params, self.arrivals.wait, self.arrivals.complete, "SGD"
-        )
+        self.pending = PendingParameters(self.params, self.arrivals.wait, "SGD")
         self.kept: list[torch.Tensor] = []
 
     def take(self) -> None:

@@ -89,7 +89,7 @@ class Tuner:
         self.operations = tuple(Operation) if self._decouples else (Operation.ALL_REDUCE,)
         """The collectives whose costs matter."""
         # The part of a decoupled tensor's update that other ranks do.
-        self._spared = 1.0 - 1.0 / num_ranks if options.sharded_update else 0.0
+        self._spared = 1.0 - 1.0 / num_ranks if options.decouples else 0.0
         self._update_s = 0.0
         self._kappa: float | None = None  # as the last trial showed it; until then, as measured
         self._steps_per_round = (config.trial_steps + 1) // 2
@@ -204,9 +204,6 @@ class Tuner:
         update_s = max(p.update_s for p in profiles)
         self._update_s = update_s / (1.0 - self._spared * self.plan.decoupled_part)
         trace = replace(trace, other_s=trace.other_s + self._update_s - update_s)
-        gathers_gradients = not self._options.sharded_update
-        if self._decouples and gathers_gradients:
-            trace = trace.updated_when_read(update_s)
         nbytes = max(1, self.plan.total_bytes)
         self._log(
             f"measured compute of {counted(len(trace.tensors), 'tensor')}, {nbytes * 1e-6:.1f} MB: "
@@ -214,7 +211,7 @@ class Tuner:
             f"other {trace.other_s * 1e3:.1f}"
         )
         self.message_costs = measure()
-        costs = self.message_costs.compressed(self.wire_bytes / nbytes or 1.0, gathers_gradients)
+        costs = self.message_costs.compressed(self.wire_bytes / nbytes or 1.0)
         packing_s = max(p.packing_s for p in profiles)
         costs = costs.map(lambda curve: curve.packed(packing_s / nbytes))
         self.trace = trace

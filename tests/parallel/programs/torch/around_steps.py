@@ -1,4 +1,4 @@
-"""What programs do around ``step()`` where updates are shared out, or wait for the next forward."""
+"""What programs do around ``step()`` where updates are shared out."""
 
 from __future__ import annotations
 
@@ -23,13 +23,10 @@ from tests.parallel.programs.torch.training import (
     square,
     twins,
 )
-from tests.support.sharding import SHARDING
 from wfbp.core import planners
 from wfbp.runtime.tuning.tuner import TuningPhase
 
 check = Checks()
-
-UPDATES = ("auto", "replicated")
 
 
 def beside(
@@ -37,20 +34,19 @@ def beside(
     make: Callable[[Any], torch.optim.Optimizer],
     backward: Backward = square,
     *,
-    update: str = "auto",
     steps: int = 14,
     after: Callable[[nn.Module, Any, int], object] = lambda model, optimizer, step: None,
     tolerance: float = 1e-11,
 ) -> Any:
     """Train beside one process; parameters are compared at the end, and not read before."""
     reference = copy.deepcopy(model)
-    optimizer = wfbp.torch.DistributedOptimizer(make(model), optimizer_sharding=SHARDING[update])
+    optimizer = wfbp.torch.DistributedOptimizer(make(model))
     both = Twins(model, optimizer, reference, make(reference))
     for step in range(steps):
         both.step(step, backward)
         after(model, optimizer, step)
         after(reference, both.plain, step)
-    both.equal(update, tolerance)
+    both.equal("at the end", tolerance)
     return optimizer
 
 
@@ -107,8 +103,7 @@ class Failing(Simple):
 
 @check
 def an_optimizer_that_replaces_memory() -> None:
-    for update in UPDATES:
-        beside(mlp(5, 7, 3), lambda m: Rebinding(m.parameters()), update=update)
+    beside(mlp(5, 7, 3), lambda m: Rebinding(m.parameters()))
 
 
 @check
@@ -155,15 +150,14 @@ class Scaled(nn.Module):
 
 @check
 def groups_count_on_every_rank() -> None:
-    for update in UPDATES:
-        optimizer = beside(Scaled(), lambda m: Slowing(m.groups()), update=update)
-        counts = [group["count"] for group in optimizer.state_dict()["param_groups"]]
-        assert counts == [14, 14], counts
+    optimizer = beside(Scaled(), lambda m: Slowing(m.groups()))
+    counts = [group["count"] for group in optimizer.state_dict()["param_groups"]]
+    assert counts == [14, 14], counts
 
 
 @check
 def a_rate_that_is_a_tensor() -> None:
-    """A scheduler writes to it before the update has been."""
+    """A scheduler writes to it between the steps."""
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         rate = torch.tensor(0.1, dtype=torch.float64)
@@ -172,13 +166,12 @@ def a_rate_that_is_a_tensor() -> None:
     def slower(model: nn.Module, optimizer: Any, step: int) -> None:
         optimizer.param_groups[0]["lr"].mul_(0.7)
 
-    for update in UPDATES:
-        beside(mlp(5, 7, 3), make, update=update, after=slower)
+    beside(mlp(5, 7, 3), make, after=slower)
 
 
 @check
 def modes_of_whoever_reads() -> None:
-    """A deferred update is none of autocast's, and leaves no inference tensors behind."""
+    """An update is none of autocast's, and leaves no inference tensors behind."""
 
     def backward(model: nn.Module, rank: int, step: int) -> None:
         with torch.autocast("cpu", torch.bfloat16):
@@ -196,25 +189,24 @@ def modes_of_whoever_reads() -> None:
 @check
 def an_optimizer_that_raises() -> None:
     """On every rank, and the program goes on: all ranks still have the same parameters."""
-    for update in UPDATES:
-        model = mlp(5, 7, 7, 3)
-        wfbp.broadcast_parameters(model.state_dict())
-        inner = Failing(model.parameters())
-        optimizer: Any = wfbp.torch.DistributedOptimizer(inner, optimizer_sharding=SHARDING[update])
-        for step in range(12):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.updates_left = {7: 1, 9: 4}.get(step, 0)
-            try:
-                optimizer.step()
-                for p in model.parameters():
-                    p.detach()
-            except ArithmeticError:
-                assert step in (7, 9)
+    model = mlp(5, 7, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    inner = Failing(model.parameters())
+    optimizer: Any = wfbp.torch.DistributedOptimizer(inner)
+    for step in range(12):
         optimizer.zero_grad()
-        optimizer.synchronize()
-        states = wfbp.allgather_object([p.detach().tolist() for p in model.parameters()])
-        assert all(state == states[0] for state in states)
+        square(model, wfbp.rank(), step)
+        optimizer.updates_left = {7: 1, 9: 4}.get(step, 0)
+        try:
+            optimizer.step()
+            for p in model.parameters():
+                p.detach()
+        except ArithmeticError:
+            assert step in (7, 9)
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    states = wfbp.allgather_object([p.detach().tolist() for p in model.parameters()])
+    assert all(state == states[0] for state in states)
 
 
 class Caching(nn.Module):
@@ -239,13 +231,12 @@ def parameters_kept_out_of_sight() -> None:
         square(model, rank, step)
         assert sum(float(p.detach().norm()) for p in model.parameters()) > 0
 
-    for update in UPDATES:
-        beside(Caching(), lambda m: momentum(m.parameters()), backward, update=update, steps=20)
+    beside(Caching(), lambda m: momentum(m.parameters()), backward, steps=20)
 
 
 @check
-def plans_change_while_updates_are_deferred() -> None:
-    """Gathering gradients for the last step by the old plan must not overwrite earlier ones."""
+def plans_that_change_between_steps() -> None:
+    """What the old plan gathers must not overwrite what belongs to the new one."""
 
     def backward(model: nn.Module, rank: int, step: int) -> None:
         alone = step >= 6 and step % 2 == 0
@@ -274,7 +265,6 @@ def plans_change_while_updates_are_deferred() -> None:
         backward,
         after=change,
         steps=26,
-        update="replicated",
     )
 
 

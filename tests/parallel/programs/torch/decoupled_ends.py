@@ -21,7 +21,6 @@ from torch import nn
 import wfbp
 import wfbp.torch
 from tests.parallel.programs.torch.training import averaged, mlp, same, square
-from tests.support.sharding import SHARDING
 from wfbp.config import Config
 
 SETTINGS = Config(warmup_steps=1, profile_steps=1, probe_budget_s=0.02, timeout_s=60.0)
@@ -39,28 +38,19 @@ class Pausing(torch.optim.SGD):
         super().step()
 
 
-Make = Callable[[Any], torch.optim.Optimizer]
-
-KINDS: dict[str, tuple[Make, str]] = {
-    "sharded": (lambda p: Pausing(p, lr=0.05, momentum=0.9), "sharded"),
-    "replicated": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "replicated"),
-}
-
-
 class Training:
     """One that has come to its end, but for what is on its way; and beside it one process."""
 
-    def __init__(self, schedule: str, kind: str) -> None:
-        make, update = KINDS[kind]
+    def __init__(self, schedule: str) -> None:
         torch.manual_seed(3)
-        self.where = f"{schedule}, {kind}"
+        self.where = schedule
         self.model, self.reference = mlp(5, 7, 7, 3), mlp(5, 7, 7, 3)
         self.reference.load_state_dict(self.model.state_dict())
         self.held = list(self.model.parameters())
         self.optimizer: Any = wfbp.torch.DistributedOptimizer(
-            make(self.held), optimizer_sharding=SHARDING[update], schedule=schedule
+            Pausing(self.held, lr=0.05, momentum=0.9), schedule=schedule, optimizer_sharding=True
         )
-        self.plain = plain = make(self.reference.parameters())
+        self.plain = plain = Pausing(self.reference.parameters(), lr=0.05, momentum=0.9)
         for step in range(STEPS):
             averaged(self.reference, square, step, wfbp.size())
             plain.step()
@@ -87,30 +77,28 @@ class Training:
                 same(found[k][key], value, f"{self.where}: {key} of {k}", 1e-12)
 
 
-def save_and_shut_down(trainings: list[Training]) -> None:
+def save_and_shut_down(training: Training) -> None:
     """Rank 0 saves when the others have long begun to leave."""
     if wfbp.rank() == 0:
         time.sleep(PAUSE_S)
-        for training in trainings:
-            training.check_state()
+        training.check_state()
     wfbp.shutdown()
 
 
-def after(end: Callable[[list[Training]], object]) -> str:
-    """Train in every way, end that, and look; what was found wrong."""
+def after(end: Callable[[Training], object]) -> str:
+    """Train, end that, and look; what was found wrong."""
     wfbp.init(config=SETTINGS)
-    trainings = [Training("ipart", kind) for kind in KINDS]
-    end(trainings)
-    return look(trainings)
+    training = Training("ipart")
+    end(training)
+    return look(training)
 
 
-def look(trainings: list[Training]) -> str:
+def look(training: Training) -> str:
     try:
         assert not wfbp.is_initialized()
-        for training in trainings:
-            training.check(lambda model, held=training.held: held)  # behind the barrier's back
-            training.check(lambda model: model.parameters())
-            assert not training.optimizer._wfbp_sync.update.pending
+        training.check(lambda model: training.held)  # without any hook
+        training.check(lambda model: model.parameters())
+        assert not training.optimizer._wfbp_sync.update.pending
     except Exception:
         return traceback.format_exc()
     return ""
@@ -122,21 +110,19 @@ def main() -> None:
     wfbp.init(config=SETTINGS)
     rank = wfbp.rank()
     found = {"shutdown": after(save_and_shut_down)}
-    left: list[Training] = []
 
     def last() -> None:
-        found["exit"] = look(left)
+        found["exit"] = look(training)
         (out / f"rank{rank}.json").write_text(json.dumps(found))
 
     atexit.register(last)  # which comes behind what init() registers
     wfbp.init(config=SETTINGS)
-    left += [Training("ps_layerwise", kind) for kind in KINDS]
+    training = Training("ps_layerwise")
     if rank == 0:
         sys.exit()
     time.sleep(PAUSE_S)
     try:
-        for training in left:
-            training.check_state()  # of which rank 0 has parts, which ends
+        training.check_state()  # of which rank 0 has parts, which ends
     except Exception:
         found["state"] = traceback.format_exc()
 

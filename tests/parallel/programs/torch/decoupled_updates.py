@@ -35,7 +35,6 @@ from tests.parallel.programs.torch.training import (
     square,
     twins,
 )
-from tests.support.sharding import SHARDING
 from wfbp.runtime import process as runtimes
 
 check = Checks()
@@ -49,11 +48,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
-KINDS: dict[str, tuple[Make, str]] = {
-    "sharded": (lambda m: torch.optim.AdamW(param_groups(m)), "auto"),
-    "replicated": (lambda m: torch.optim.AdamW(param_groups(m)), "replicated"),
+KINDS: dict[str, Make] = {
+    "sharded": lambda m: torch.optim.AdamW(param_groups(m)),
     # Its update needs whole tensors.
-    "per tensor": (lambda m: Normalized(param_groups(m)), "auto"),
+    "per tensor": lambda m: Normalized(param_groups(m)),
 }
 
 STEPS = 18
@@ -92,7 +90,7 @@ HABITS = {
     "evaluation": Habits(evaluates=True),
     "accumulation": Habits(passes=3),
     "averages": Habits(keeps=True, looks=True),
-    # A scaler looks at whole gradients, so nothing is deferred with it.
+    # A scaler looks at whole gradients.
     "a scaler and more": Habits(slows=True, limit=0.02, scales=True, evaluates=True, passes=2),
     "all but a scaler": Habits(slows=True, limit=0.02, evaluates=True, passes=2, keeps=True),
 }
@@ -159,17 +157,16 @@ class Program:
 def alone(kind: str, habits: Habits) -> Program:
     torch.manual_seed(23)
     model = mlp(5, 7, 7, 3)
-    return Program(model, KINDS[kind][0](model), habits)
+    return Program(model, KINDS[kind](model), habits)
 
 
 def together(schedule: str, kind: str, habits: Habits) -> Program:
-    make, update = KINDS[kind]
+    make = KINDS[kind]
     torch.manual_seed(23)
     model = mlp(5, 7, 7, 3)
     optimizer = wfbp.torch.DistributedOptimizer(
         make(model),
         model.named_parameters(),
-        optimizer_sharding=SHARDING[update],
         backward_passes_per_step=habits.passes,
         **SCHEDULES[schedule],
     )
@@ -199,11 +196,11 @@ def beside(schedule: str, kind: str, habits: Habits) -> None:
 
 
 TOGETHER = ("scaler", "averages", "a scaler and more", "all but a scaler")
-"""Habits of every kind of update. One habit alone is tried where updates wait the longest."""
+"""Habits of every kind of update. One habit alone is tried where ranks share the update."""
 
 for _kind in KINDS:
     for _name, _habits in HABITS.items():
-        if _kind != "replicated" and _name not in TOGETHER:
+        if _kind != "sharded" and _name not in TOGETHER:
             continue
         for _schedule in ("dear", "hybrid") if _name == "all but a scaler" else ("ipart",):
             _check = partial(beside, _schedule, _kind, _habits)
@@ -228,28 +225,22 @@ def one_rank_alone_synchronizes() -> None:
 
 
 @check
-def sparse_gradients_that_are_deferred() -> None:
-    """Which a rank keeps as its own where averages are deferred."""
-    kinds: list[tuple[Callable[[Any], torch.optim.Optimizer], str]] = [
-        (momentum, "sharded"),
-        (momentum, "replicated"),
-        (Normalized, "auto"),
-    ]
+def sparse_gradients_made_dense() -> None:
+    """Which a rank keeps as its own where it has shards of averages."""
 
     def backward(model: nn.Module, rank: int, step: int) -> None:
         model(torch.tensor([rank, step % 9])).square().sum().backward()
 
-    for make, update in kinds:
+    for make in (momentum, Normalized):
         model = nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 2)).double()
         _, optimizer = check_training(
             model,
             backward,
             make,
             schedule="ipart",
-            optimizer_sharding=SHARDING[update],
             sparse_as_dense=True,
         )
-        assert optimizer._wfbp_sync.reducer.decoupled is (make is momentum), update
+        assert optimizer._wfbp_sync.reducer.decoupled is (make is momentum)
 
 
 @check

@@ -37,7 +37,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "hybrid": {"schedule": "hybrid"},
     "ps": {"schedule": "ps"},
     "ps_layerwise": {"schedule": "ps_layerwise"},
-    "replicated": {"schedule": "ps_layerwise", "optimizer_sharding": False},
 }
 CONFIG = Config(warmup_steps=1, profile_steps=1, trial_steps=2, probe_budget_s=0.05)
 MIN_STEPS = 20

@@ -12,11 +12,8 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import mlp, momentum, square, twins
-from tests.support.sharding import SHARDING
 
 check = Checks()
-
-UPDATES = ("auto", "replicated")
 
 
 def count(optimizer: torch.optim.Optimizer) -> int:
@@ -25,23 +22,20 @@ def count(optimizer: torch.optim.Optimizer) -> int:
 
 @check
 def step_hooks_run_once_a_step() -> None:
-    for update in UPDATES:
-        model = mlp(5, 7, 7, 3)
-        optimizer = wfbp.torch.DistributedOptimizer(
-            momentum(model.parameters()), optimizer_sharding=SHARDING[update]
-        )
-        seen: list[tuple[str, int]] = []
-        optimizer.register_step_pre_hook(lambda o, *_, s=seen: s.append(("before", count(o))))
-        optimizer.register_step_post_hook(lambda o, *_, s=seen: s.append(("after", count(o))))
-        for step in range(10):
-            if step == 6:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            seen.clear()
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            list(model.parameters())
-            assert seen == [("before", 6), ("after", 6)], (update, step, seen)
+    model = mlp(5, 7, 7, 3)
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+    seen: list[tuple[str, int]] = []
+    optimizer.register_step_pre_hook(lambda o, *_, s=seen: s.append(("before", count(o))))
+    optimizer.register_step_post_hook(lambda o, *_, s=seen: s.append(("after", count(o))))
+    for step in range(10):
+        if step == 6:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        seen.clear()
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+        list(model.parameters())
+        assert seen == [("before", 6), ("after", 6)], (step, seen)
 
 
 @check
@@ -63,11 +57,10 @@ def step_hooks_see_what_one_process_would() -> None:
         optimizer.register_step_post_hook(after)
         return optimizer
 
-    for update in UPDATES:
-        both = twins(make, mlp(5, 7, 7, 3), optimizer_sharding=SHARDING[update])
-        for step in range(12):
-            both.step(step)
-            both.compare(f"{update}, step {step}", 1e-11)
+    both = twins(make, mlp(5, 7, 7, 3))
+    for step in range(12):
+        both.step(step)
+        both.compare(f"step {step}", 1e-11)
 
 
 def total_norm(model: nn.Module) -> float:
@@ -77,21 +70,20 @@ def total_norm(model: nn.Module) -> float:
 @check
 def a_step_hook_on_one_rank() -> None:
     """As for a log: the other ranks must not be left behind."""
-    for update in UPDATES:
-        both = twins(optimizer_sharding=SHARDING[update])
-        norms: list[float] = []
-        if wfbp.rank() == 0:
+    both = twins()
+    norms: list[float] = []
+    if wfbp.rank() == 0:
 
-            def log(*_: Any, model: nn.Module = both.model, norms: list[float] = norms) -> None:
-                norms.append(total_norm(model))
+        def log(*_: Any, model: nn.Module = both.model, norms: list[float] = norms) -> None:
+            norms.append(total_norm(model))
 
-            both.optimizer.register_step_pre_hook(log)
-        for step in range(12):
-            both.step(step)
-            wanted = total_norm(both.reference)
-            if norms:
-                assert abs(norms[-1] - wanted) <= 1e-11 * wanted, (update, step)
-            both.compare(f"{update}, step {step}", 1e-11)
+        both.optimizer.register_step_pre_hook(log)
+    for step in range(12):
+        both.step(step)
+        wanted = total_norm(both.reference)
+        if norms:
+            assert abs(norms[-1] - wanted) <= 1e-11 * wanted, step
+        both.compare(f"step {step}", 1e-11)
 
 
 @check

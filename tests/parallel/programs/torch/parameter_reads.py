@@ -27,16 +27,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import mixed
-from tests.support.sharding import SHARDING
 from wfbp.config import Config
 from wfbp.runtime.tuning import tuner
 
 WIDTH = 300
-KINDS = [
-    *((schedule, "sharded") for schedule in ("independent", "hybrid", "ipart", "ps", "auto")),
-    *((schedule, "replicated") for schedule in ("independent", "auto")),
-]
-"""Schedules and updates; every one is a name of the test."""
+SCHEDULES = ("independent", "hybrid", "ipart", "ps", "auto")
+"""Every one is a name of the test."""
 
 List = list[torch.Tensor]
 
@@ -116,7 +112,7 @@ STEPS = len(READS)
 class Side:
     """A model and its optimizer."""
 
-    def __init__(self, schedule: str, update: str) -> None:
+    def __init__(self, schedule: str) -> None:
         torch.manual_seed(5)
         layers: list[nn.Module] = []
         for _ in range(4):
@@ -129,7 +125,6 @@ class Side:
             torch.optim.SGD(self.params, lr=0.5, momentum=0.9),
             self.model.named_parameters(),
             schedule=schedule,
-            optimizer_sharding=SHARDING[update],
         )
 
     def backward(self, step: int) -> None:
@@ -150,10 +145,10 @@ def equal(found: Any, wanted: Any) -> bool:
     return torch.equal(found, wanted)
 
 
-def one_after_another(schedule: str, update: str) -> list[str]:
+def one_after_another(schedule: str) -> list[str]:
     """Every way of reading, and views that were made before."""
     wrong = []
-    one, other = Side(schedule, update), Side(schedule, update)
+    one, other = Side(schedule), Side(schedule)
     for step in range(STEPS):
         one.backward(step)
         one.optimizer.step()
@@ -176,10 +171,10 @@ def one_after_another(schedule: str, update: str) -> list[str]:
     return wrong
 
 
-def by_other_threads(schedule: str, update: str) -> list[str]:
+def by_other_threads(schedule: str) -> list[str]:
     """One thread reads between steps, under the program's lock; two read whenever they like."""
     wrong: list[str] = []
-    one, other = Side(schedule, update), Side(schedule, update)
+    one, other = Side(schedule), Side(schedule)
     lock, done, history = threading.Lock(), [0], [[p.detach().clone() for p in one.params]]
     taken: list[tuple[int, List]] = []
     end = threading.Event()
@@ -241,11 +236,11 @@ def main() -> None:
     )
     wfbp.init(config=config)
     results = {}
-    for schedule, update in KINDS:
-        wrong = one_after_another(schedule, update)
+    for schedule in SCHEDULES:
+        wrong = one_after_another(schedule)
         if schedule in ("independent", "auto"):
-            wrong += by_other_threads(schedule, update)
-        results[f"{schedule} {update}"] = wrong
+            wrong += by_other_threads(schedule)
+        results[schedule] = wrong
     Path(sys.argv[1], f"rank{MPI.COMM_WORLD.rank}.json").write_text(json.dumps(results))
 
 

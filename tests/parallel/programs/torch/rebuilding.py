@@ -28,7 +28,6 @@ from tests.parallel.programs.torch.training import (
     same,
     twins,
 )
-from tests.support.sharding import SHARDING
 
 check = Checks()
 
@@ -36,24 +35,19 @@ LATE = 9
 """The step before which something happens: the plan has long been installed."""
 
 
-def decoupled(update: str, make: Any = None, model: nn.Module | None = None) -> Twins:
+def decoupled(make: Any = None, model: nn.Module | None = None) -> Twins:
     """Every tensor travels by itself, and is waited for where it is read."""
     return twins(
         make,
         model or mlp(5, 7, 7, 3),
         named=True,
         schedule="ps_layerwise",
-        optimizer_sharding=SHARDING[update],
     )
 
 
 def beside(happens: Callable[[nn.Sequential], Callable[[torch.Tensor], torch.Tensor]]) -> None:
-    """Train beside one process; from some step on by what is made of the model then.
-
-    Updates are carried out when parameters are read: what is read without being noticed is always
-    out of date.
-    """
-    both = decoupled("replicated", adamw)
+    """Train beside one process; from some step on by what is made of the model then."""
+    both = decoupled(adamw)
     held, wanted = (list(net.parameters()) for net in both.nets)
     calls = list(both.nets)
     for step in range(2 * LATE):
@@ -197,52 +191,50 @@ def steps_that_are_compiled() -> None:
 @check
 def parameters_held_by_the_program() -> None:
     """Up to date after one call, on a rank that chooses when; which is no step of training."""
-    for update in ("auto", "replicated"):
-        both = decoupled(update)
-        optimizer = both.optimizer
-        held, wanted = (list(net.parameters()) for net in both.nets)
-        for step in range(2 * LATE):
-            both.step(step)
-            if step % wfbp.size() == wfbp.rank():
-                optimizer.synchronize_parameters()
-                equal(held, wanted, f"{update}: step {step}", 1e-12)
-            if step % 5 == 4:
-                optimizer.synchronize_parameters()
-                with torch.no_grad():
-                    for p in (*held, *wanted):
-                        p.clamp_(-0.5, 0.5)
-            if step % 4 == 3:
-                optimizer.zero_grad()
-                optimizer.synchronize()
-        if wfbp.size() > 1:
-            assert optimizer.report()["steps"] == 2 * LATE
-        optimizer.synchronize_parameters()
+    both = decoupled()
+    optimizer = both.optimizer
+    held, wanted = (list(net.parameters()) for net in both.nets)
+    for step in range(2 * LATE):
+        both.step(step)
+        if step % wfbp.size() == wfbp.rank():
+            optimizer.synchronize_parameters()
+            equal(held, wanted, f"step {step}", 1e-12)
+        if step % 5 == 4:
+            optimizer.synchronize_parameters()
+            with torch.no_grad():
+                for p in (*held, *wanted):
+                    p.clamp_(-0.5, 0.5)
+        if step % 4 == 3:
+            optimizer.zero_grad()
+            optimizer.synchronize()
+    if wfbp.size() > 1:
+        assert optimizer.report()["steps"] == 2 * LATE
+    optimizer.synchronize_parameters()
 
 
 @check
 def changing_and_keeping_what_still_travels() -> None:
     """Tensors that the program holds are changed, and kept for a backward, right after a step."""
-    for update in ("auto", "replicated"):
-        both = decoupled(update)
-        held = {net: dict(net.named_parameters()) for net in both.nets}
+    both = decoupled()
+    held = {net: dict(net.named_parameters()) for net in both.nets}
 
-        def backward(net: nn.Module, rank: int, step: int, held: Any = held) -> None:
-            penalty = sum((p.square().sum() for p in held[net].values()), torch.zeros(()))
-            (net(data(step, rank, 4, 5)).square().mean() + 1e-2 * penalty).backward()
+    def backward(net: nn.Module, rank: int, step: int, held: Any = held) -> None:
+        penalty = sum((p.square().sum() for p in held[net].values()), torch.zeros(()))
+        (net(data(step, rank, 4, 5)).square().mean() + 1e-2 * penalty).backward()
 
-        for step in range(2 * LATE):
-            both.step(step, backward)
-            for params in held.values():
-                with torch.no_grad():
-                    params["2.weight"].clamp_(-0.2, 0.2)
-                    params["0.bias"].data.mul_(0.9)
-        both.equal(update, 1e-11)
+    for step in range(2 * LATE):
+        both.step(step, backward)
+        for params in held.values():
+            with torch.no_grad():
+                params["2.weight"].clamp_(-0.2, 0.2)
+                params["0.bias"].data.mul_(0.9)
+    both.equal("at the end", 1e-11)
 
 
 @check
 def a_group_that_is_refused() -> None:
     """Training continues as before."""
-    both = decoupled("auto", adamw)
+    both = decoupled(adamw)
     model, optimizer = both[:2]
     for step in range(2 * LATE):
         if step == LATE:
@@ -264,42 +256,38 @@ def a_group_that_is_refused() -> None:
 @check
 def another_state() -> None:
     """Momentum is reset by giving the optimizer a new dictionary."""
-    for update in ("auto", "replicated"):
-        both = decoupled(update, adamw)
-        for step in range(2 * LATE):
-            if step == LATE:
-                for each in (both.optimizer, both.plain):
-                    each.state = defaultdict(dict)
-            both.step(step)
-        found, wanted = (o.state_dict()["state"] for o in (both.optimizer, both.plain))
-        assert found.keys() == wanted.keys()
-        for k in wanted:
-            for name in ("exp_avg", "exp_avg_sq"):
-                same(found[k][name], wanted[k][name], f"{update}: {name} of {k}", 1e-11)
-        both.equal(update, 1e-11)
+    both = decoupled(adamw)
+    for step in range(2 * LATE):
+        if step == LATE:
+            for each in (both.optimizer, both.plain):
+                each.state = defaultdict(dict)
+        both.step(step)
+    found, wanted = (o.state_dict()["state"] for o in (both.optimizer, both.plain))
+    assert found.keys() == wanted.keys()
+    for k in wanted:
+        for name in ("exp_avg", "exp_avg_sq"):
+            same(found[k][name], wanted[k][name], f"{name} of {k}", 1e-11)
+    both.equal("at the end", 1e-11)
 
 
 @check
 def another_state_and_another_wrapper() -> None:
     """The original has the state, too."""
-    for update in ("auto", "replicated"):
-        both = decoupled(update, adamw)
-        original = both.optimizer._wfbp_original
-        for number in range(2):
-            if number:
-                optimizer = wfbp.torch.DistributedOptimizer(
-                    original, schedule="ps_layerwise", optimizer_sharding=SHARDING[update]
-                )
-                both = both._replace(optimizer=optimizer)
-            for step in range(LATE):
-                if step == LATE - 2 and number == 0:
-                    for each in (both.optimizer, both.plain):
-                        each.state = defaultdict(dict)
-                both.step(step)
-        both.equal(update, 1e-11)
-        found, wanted = (o.state_dict()["state"] for o in (both.optimizer, both.plain))
-        assert found.keys() == wanted.keys()
-        assert found[0]["step"] == wanted[0]["step"] == LATE + 2
+    both = decoupled(adamw)
+    original = both.optimizer._wfbp_original
+    for number in range(2):
+        if number:
+            optimizer = wfbp.torch.DistributedOptimizer(original, schedule="ps_layerwise")
+            both = both._replace(optimizer=optimizer)
+        for step in range(LATE):
+            if step == LATE - 2 and number == 0:
+                for each in (both.optimizer, both.plain):
+                    each.state = defaultdict(dict)
+            both.step(step)
+    both.equal("at the end", 1e-11)
+    found, wanted = (o.state_dict()["state"] for o in (both.optimizer, both.plain))
+    assert found.keys() == wanted.keys()
+    assert found[0]["step"] == wanted[0]["step"] == LATE + 2
 
 
 class Renewing(torch.optim.SGD):
@@ -313,38 +301,35 @@ class Renewing(torch.optim.SGD):
 
 @check
 def an_optimizer_that_renews_its_state() -> None:
-    for update in ("auto", "replicated"):
-        both = decoupled(update, partial(Renewing, lr=0.05, momentum=0.9))
-        for step in range(2 * LATE):
-            both.step(step)
-        both.equal(update, 1e-11)
+    both = decoupled(partial(Renewing, lr=0.05, momentum=0.9))
+    for step in range(2 * LATE):
+        both.step(step)
+    both.equal("at the end", 1e-11)
 
 
 @check
 def parameters_that_are_parts_of_one_tensor() -> None:
     """PyTorch counts their changes together."""
-    for update in ("auto", "replicated"):
-        model = nn.Sequential(*(nn.Linear(5, 5, bias=k == 1) for k in range(3))).double()
-        whole = torch.stack([layer.weight.detach() for layer in model])  # type: ignore[union-attr]
-        for layer, part in zip(model, whole.unbind(), strict=True):
-            layer.weight = nn.Parameter(part)
-        both = decoupled(update, model=model)
-        for step in range(2 * LATE):
-            both.step(step)
-        both.equal(update, 1e-11)
+    model = nn.Sequential(*(nn.Linear(5, 5, bias=k == 1) for k in range(3))).double()
+    whole = torch.stack([layer.weight.detach() for layer in model])  # type: ignore[union-attr]
+    for layer, part in zip(model, whole.unbind(), strict=True):
+        layer.weight = nn.Parameter(part)
+    both = decoupled(model=model)
+    for step in range(2 * LATE):
+        both.step(step)
+    both.equal("at the end", 1e-11)
 
 
 @check
 def two_losses_and_a_step_for_each() -> None:
     """The second backward comes after the first step, which has not changed what it needs."""
-    for update in ("auto", "replicated"):
-        model: Any = nn.ModuleList([mlp(5, 3), mlp(5, 7, 3)])
-        optimizer = decoupled(update, model=model).optimizer
-        for step in range(2 * LATE):
-            optimizer.zero_grad()
-            losses = [part(data(step, wfbp.rank(), 4, 5)).square().mean() for part in model]
-            for loss in losses:
-                loss.backward()
-                optimizer.step()
-                model.zero_grad()
-        optimizer.synchronize_parameters()
+    model: Any = nn.ModuleList([mlp(5, 3), mlp(5, 7, 3)])
+    optimizer = decoupled(model=model).optimizer
+    for step in range(2 * LATE):
+        optimizer.zero_grad()
+        losses = [part(data(step, wfbp.rank(), 4, 5)).square().mean() for part in model]
+        for loss in losses:
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+    optimizer.synchronize_parameters()
