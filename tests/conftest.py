@@ -1,4 +1,4 @@
-"""What every test can ask for."""
+"""Fixtures and the order of tests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """End a process that no signal reaches, with the stacks of its threads.
 
     pytest-timeout raises in the main thread, which a call in C never notices. pytest-xdist then
-    names the test and goes on in a new process.
+    names the test and continues in a new process.
     """
     mark = item.get_closest_marker("timeout")
     limit_s = mark.args[0] if mark else float(item.config.getini("timeout"))

@@ -1,4 +1,4 @@
-"""What sharded updates save: optimizer state and peak memory of a rank.
+"""Optimizer state and peak memory of a rank, with sharded updates and without.
 
     mpirun -np 4 python -m tests.benchmarks memory --update sharded
     mpirun -np 4 python -m tests.benchmarks memory --update baseline
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What this rank used, in bytes."""
+    """Memory that this rank used, in bytes."""
     before_bytes = _peak_bytes()
     torch.manual_seed(0)
     width = arguments.width

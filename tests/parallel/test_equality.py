@@ -27,7 +27,7 @@ update is far beyond it."""
 RUNS = {
     # Alone nothing is planned, and nothing sent: one of each kind of update.
     1: [(schedule, "adamw") for schedule in ("auto", "ps_layerwise")],
-    # Where whole gradients are reduced, optimizers step as without wfbp: each element type once.
+    # With whole gradients, optimizers step as without wfbp: each element type once.
     2: [
         *((schedule, "momentum") for schedule in ALL_REDUCE),
         *((schedule, "adamw") for schedule in DECOUPLED),

@@ -19,7 +19,7 @@ _told: BaseException | None = None
 """The error of another rank that was reported while the program still computed."""
 
 exit_status = 0
-"""What the program gave ``sys.exit()``, which no exception hook and no exit handler is told."""
+"""The argument of ``sys.exit()``, which exception hooks and exit handlers are not given."""
 _python_exit = sys.exit
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]

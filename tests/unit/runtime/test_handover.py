@@ -1,4 +1,4 @@
-"""The communication thread is woken in time, whatever the order in which threads run.
+"""The communication thread is woken in time in every order of the threads.
 
 Naps while messages are under way end by themselves. Those of an idle thread last too long: here
 they never end, so whatever relies on that is found.

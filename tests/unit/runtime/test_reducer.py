@@ -153,14 +153,14 @@ def test_who_comes_after_another_thread_and_a_change_of_plans_waits_for_nothing(
 
 
 def test_all_gathers_leave_from_the_thread_that_begins_them() -> None:
-    """The communication thread would wait for the interpreter while that one goes on."""
+    """The communication thread would wait for the interpreter while that one continues."""
     reducer = make_reducer(GATHERED)
     found: list[int] = []
     thread = reducer._runtime.thread
     thread.progress.side_effect = lambda: found.append(len(reducer._events))
     reducer.gather([0] * 3, None)
     assert found == [1]
-    thread.loop.wakeup.set.assert_called_once_with()  # that one goes on with them
+    thread.loop.wakeup.set.assert_called_once_with()  # that one continues them
 
 
 def test_shards_are_gathered_from_whole_gradients() -> None:

@@ -1,4 +1,4 @@
-"""What programs do around ``step()`` where updates are shared out."""
+"""Programs that do more around ``step()`` than training needs."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def modes_of_whoever_reads() -> None:
 
 @check
 def an_optimizer_that_raises() -> None:
-    """On every rank, and the program goes on: all ranks still have the same parameters."""
+    """On every rank, and the program continues: all ranks still have the same parameters."""
     model = mlp(5, 7, 7, 3)
     wfbp.broadcast_parameters(model.state_dict())
     inner = Failing(model.parameters())
@@ -236,7 +236,7 @@ def parameters_kept_out_of_sight() -> None:
 
 @check
 def plans_that_change_between_steps() -> None:
-    """What the old plan gathers must not overwrite what belongs to the new one."""
+    """Gathers of the old plan must not overwrite memory of the new one."""
 
     def backward(model: nn.Module, rank: int, step: int) -> None:
         alone = step >= 6 and step % 2 == 0

@@ -122,7 +122,7 @@ def main() -> None:
         sys.exit()
     time.sleep(PAUSE_S)
     try:
-        training.check_state()  # of which rank 0 has parts, which ends
+        training.check_state()  # rank 0 has parts of it, and ends
     except Exception:
         found["state"] = traceback.format_exc()
 
