@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-_encoder = json.JSONEncoder(separators=(",", ":"), default=lambda number: number.item())
+import numpy as np
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__qualname__} cannot be sent in a message: {value!r}")
+
+
+_encoder = json.JSONEncoder(separators=(",", ":"), default=_plain)
 
 
 def encode(value: Any) -> bytes:

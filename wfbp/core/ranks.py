@@ -9,6 +9,14 @@ _MOST_RANKS = 16
 _MOST_VALUES = 4
 _MOST_DIFFERENCES = 5
 
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+_MISSING = _Missing()
+
 Sections = Sequence[Mapping[str, object]]
 """Values that must be equal on all ranks, by name: causes first, then what follows from them."""
 
@@ -53,13 +61,16 @@ def differences(by_rank: Mapping[int, Sections]) -> str:
     >>> differences({0: [{"op": "sum", "root": 0}], 1: [{"op": "max", "root": 0}]})
     'op (rank 0: sum; rank 1: max)'
     """
-    for sections in zip(*by_rank.values(), strict=True):
+    for sections in zip(*by_rank.values(), strict=False):
         shown = []
         for name in dict.fromkeys(chain.from_iterable(sections)):
-            # As text, because NaN then equals NaN.
-            values = [str(section.get(name, "missing")) for section in sections]
-            if len(set(values)) > 1:
-                by_value = name_values(dict(zip(by_rank, values, strict=True)))
+            values = [section.get(name, _MISSING) for section in sections]
+            # As text, because NaN then equals NaN. But "1" is not 1.
+            if len({(isinstance(value, str), str(value)) for value in values}) > 1:
+                texts = list(map(str, values))
+                if len(set(texts)) == 1:
+                    texts = list(map(repr, values))
+                by_value = name_values(dict(zip(by_rank, texts, strict=True)))
                 shown.append(f"{name} ({by_value})")
         if shown:
             more = len(shown) - _MOST_DIFFERENCES

@@ -23,7 +23,7 @@ def describe_specs(specs: Sequence[TensorSpec]) -> dict[str, str]:
 
 def describe_tensors(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> dict[str, str]:
     """The same of names, element types, which may be none of a ``TensorSpec``, and shapes."""
-    return {name: f"{dtype}{tuple(shape)}" for name, dtype, shape in tensors}
+    return {str(name): f"{dtype}{tuple(shape)}" for name, dtype, shape in tensors}
 
 
 Array = npt.NDArray[Any]

@@ -73,10 +73,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             it, parameters are known by their numbers.
         compression: ``Compression.fp16`` or ``Compression.bf16``: float32 and float64 gradients are
             rounded to that type as they are packed, averaged in float32, and the average is rounded
-            again; messages are at most half as large. Values too large for float16 become infinite,
-            as ``GradScaler`` expects. Both parts of complex numbers are rounded so. Gathered
-            parameters are exact. By default gradients travel in the element type of their
-            parameters.
+            again; messages of gradients are at most half as large. Values too large for float16
+            become infinite, as ``GradScaler`` expects. Both parts of complex numbers are rounded
+            so. Gathered parameters are exact. By default gradients travel in the element type of
+            their parameters.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
         op: ``Average`` or ``Sum``. Sums need gradients that are cleared before each step: what is
             left of the step before is a sum already, and would be added up again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 
 from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.trainer import Trainer, make_specs
-from wfbp.errors import DisagreementError
+from wfbp.errors import DisagreementError, PeerError
 from wfbp.runtime.runtime import Runtime
 
 
@@ -122,3 +123,38 @@ def test_what_was_made_for_planning_is_given_back() -> None:
         assert closed.wait(60.0)
 
     all_well(run_ranks(2, body))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ((None, "None", None), "x (ranks 0, 2: None; rank 1: 'None')"),
+        ((True, "True", True), "x (ranks 0, 2: True; rank 1: 'True')"),
+        ((1, 1.0, 1), "x (ranks 0, 2: 1; rank 1: 1.0)"),
+        (((1, 2), (1, 3), (1, 2)), "x (ranks 0, 2: [1, 2]; rank 1: [1, 3])"),
+    ],
+)
+def test_differences_are_named(values: tuple[Any, ...], told: str) -> None:
+    def body(runtime: Runtime) -> None:
+        same = [{"y": float("nan")}, {"x": values[runtime.rank]}]
+        with pytest.raises(DisagreementError, match=re.escape(told)):
+            runtime.channel.exchange(b"", "it", same=same)
+
+    all_well(run_ranks(3, body))
+
+
+@pytest.mark.parametrize(("error", "text"), [(ValueError("bad"), "bad"), (KeyError(), "KeyError")])
+@pytest.mark.parametrize("other", ["it", "another"])
+def test_an_error_of_one_rank_reaches_the_others(error: Exception, text: str, other: str) -> None:
+    """Also one without a text, and if the others have called something else."""
+
+    def body(runtime: Runtime) -> None:
+        if runtime.rank == 1:
+            with pytest.raises(type(error)), runtime.channel.sharing_errors("it"):
+                raise error
+            return
+        where = "rank 1" if other == "it" else "rank 1 in it, which this rank did not call"
+        with pytest.raises(PeerError, match=f"{other}: {where}: {text}"):
+            runtime.channel.exchange(b"", other, same=[{"x": 1}])
+
+    all_well(run_ranks(3, body))

@@ -22,6 +22,7 @@ class BytesTask(Task):
         self.nbytes = len(payload)
         self._channel = channel
         self._payloads = {channel.rank: payload}
+        self._unmatched = set(channel.peers)  # a later task may use the tag again
 
     def start(self) -> None:
         channel = self._channel
@@ -31,7 +32,7 @@ class BytesTask(Task):
             self._messages.send(peer, self._payloads[channel.rank])
 
     def step(self) -> bool:
-        self._payloads.update(self._messages.receive())
+        self._payloads.update(self._messages.receive(self._unmatched))
         return len(self._payloads) == self._channel.size and not self._messages.sending
 
     def value(self) -> list[bytes]:

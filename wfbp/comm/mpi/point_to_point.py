@@ -52,17 +52,24 @@ class PointToPoint:
             if not request.Test():
                 self._sends.append((request, payload))
 
-    def receive(self) -> list[tuple[int, bytes]]:
-        """Messages that have arrived, as (sender, content), in each sender's order."""
+    def receive(self, one_of: set[int] | None = None) -> list[tuple[int, bytes]]:
+        """Messages that have arrived, as (sender, content), in each sender's order.
+
+        ``one_of``: take one message of each of these ranks, and remove them as messages appear.
+        """
         status, byte = self._status, self._mpi.BYTE
         with translating(self._mpi, self._who, "messages could not be read"):
             self._advance_sends()
             # Matched at once: no other thread can take the message between probe and receive.
-            any_source, tag = self._mpi.ANY_SOURCE, self._tag
-            while (message := self._comm.Improbe(any_source, tag, status)) is not None:
-                content = bytearray(status.Get_count(byte))
-                request = message.Irecv([content, byte])
-                self._arriving.append((status.Get_source(), request, content))
+            sources = [self._mpi.ANY_SOURCE] if one_of is None else list(one_of)
+            for source in sources:
+                while (message := self._comm.Improbe(source, self._tag, status)) is not None:
+                    content = bytearray(status.Get_count(byte))
+                    request = message.Irecv([content, byte])
+                    self._arriving.append((status.Get_source(), request, content))
+                    if one_of is not None:
+                        one_of.discard(source)
+                        break
             arrived, waiting, self._arriving = [], self._arriving, []
             for source, request, content in waiting:
                 # Not before an earlier one of this sender.

@@ -48,7 +48,7 @@ def broadcast_buffers(
     buffers: Sequence[Buffer],
     root_rank: int,
 ) -> None:
-    """Compare and broadcast named buffers; call within ``sharing_errors``."""
+    """Compare and broadcast named buffers."""
     compare_many(runtime, rows, root_rank)
     if runtime.size > 1:
         for (name, _, _), buffer in zip(rows, buffers, strict=True):
@@ -59,7 +59,7 @@ def compare_many(
     runtime: Runtime, rows: Sequence[tuple[str, str, Sequence[int]]], root_rank: int
 ) -> None:
     """Raise unless all ranks pass equal ``rows``."""
-    same = describe_tensors(rows), {"root_rank": root_rank}
+    same = describe_tensors(rows), {"root_rank": root_rank, "number of arrays": len(rows)}
     runtime.channel.exchange(b"", MANY, same=same, remedy=SAME_TENSORS)
 
 

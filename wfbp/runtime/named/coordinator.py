@@ -156,7 +156,8 @@ def _difference(requests: Mapping[int, Request]) -> str:
     """How requests of one name disagree, for messages; empty if they agree."""
     first = next(iter(requests.values()))
     compared = {rank: _compared(request) for rank, request in requests.items()}
-    if all(values == _compared(first) for values in compared.values()):
+    wanted = _compared(first)
+    if all(values == wanted for values in compared.values()):
         return ""
     what = differences(compared)
     return what and (

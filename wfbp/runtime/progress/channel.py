@@ -64,14 +64,15 @@ class ControlChannel:
         Raises ``DisagreementError`` on every rank if purposes (by default labels) or what must be
         the ``same`` differ, and ``PeerError`` if a rank has a ``refusal``.
         """
-        told = encode([purpose or label, refusal, same])
+        purpose = purpose or label
+        told = encode([purpose, refusal, same])
         digest = hashlib.sha256(told).digest()
         label = self._name + label
         letters = self.call(lambda backend: backend.all_gather_bytes(digest + payload), label)
         # Every rank sees whether all agree. Only if they do not, descriptions travel.
         if not all(letter.startswith(digest) for letter in letters):
             texts = self.call(lambda backend: backend.all_gather_bytes(told), label)
-            raise self._disagreement(label, list(map(decode, texts)), remedy)
+            raise self._disagreement(label, purpose, list(map(decode, texts)), remedy)
         return [letter[len(digest) :] for letter in letters]
 
     def exchange_values(
@@ -87,22 +88,24 @@ class ControlChannel:
         try:
             yield
         except Exception as error:
-            with suppress(DisagreementError, PeerError):
-                self.exchange(b"", label, refusal=str(error))
+            with suppress(Exception):  # the program is to see its own error
+                self.exchange(b"", label, refusal=str(error) or type(error).__name__)
             raise
 
-    def _disagreement(self, label: str, told: list[Any], remedy: str) -> WfbpError:
+    def _disagreement(self, label: str, mine: str, told: list[Any], remedy: str) -> WfbpError:
         """The error, given each rank's purpose, refusal, and what must be the same."""
-        for rank, (_, refusal, _) in enumerate(told):
+        for rank, (purpose, refusal, _) in enumerate(told):
             if refusal:
-                return PeerError(f"{self._where}: {label}: rank {rank}: {refusal}")
+                called = "" if purpose == mine else f" in {purpose}, which this rank did not call"
+                return PeerError(f"{self._where}: {label}: rank {rank}{called}: {refusal}")
         purposes = {rank: purpose for rank, (purpose, _, _) in enumerate(told)}
         if len(set(purposes.values())) > 1:
             return DisagreementError(
                 f"{self._where}: ranks called different operations ({name_values(purposes)}). "
                 "Every rank must call the same operations in the same order"
             )
-        what = differences({rank: same for rank, (_, _, same) in enumerate(told)})
+        by_rank = {rank: same for rank, (_, _, same) in enumerate(told)}
+        what = differences(by_rank) or name_values({r: encode(v) for r, v in by_rank.items()})
         return DisagreementError(f"{self._where}: {label}: ranks disagree on {what}. {remedy}")
 
     def close(self) -> None:

@@ -400,9 +400,9 @@ class ProgressLoop:
         it within :data:`TICK_S`, or at once if one of their lanes polls."""
         if kind in ("failed", "bye"):  # this rank's program ends, too
             self._unnoticed_s = None
-        payload = encode([kind, value]) + b"\n" + data
-        for rank in self._others:
-            if to is None or rank in to:
+        if receivers := [rank for rank in self._others if to is None or rank in to]:
+            payload = encode([kind, value]) + b"\n" + data
+            for rank in receivers:
                 self._backend.send_notice(rank, payload)
 
     @property
@@ -419,8 +419,9 @@ class ProgressLoop:
     def advance_lanes(self) -> None:
         """Move lanes on, for a collective that waits within :meth:`progress` for what they owe."""
         self.read_notices()
-        for lane in self._lanes:
-            lane.advance()
+        if self.error is None:  # which a notice may have brought
+            for lane in self._lanes:
+                lane.advance()
 
     def fail(self, error: WfbpError) -> None:
         """Keep the first error and end with it everything that waits, now and later."""
@@ -453,7 +454,7 @@ class ProgressLoop:
         progressed = False
         for queue in list(self._queues.values()) if self._queues else ():
             progressed |= self._advance_first(queue)
-        for lane in self._lanes:
+        for lane in self._lanes if self.error is None else ():  # which a collective may have read
             progressed |= lane.advance()
         return progressed
 
