@@ -33,6 +33,7 @@ from wfbp.runtime.step import (
     GradientRef,
     GroupReady,
     GroupStamps,
+    Outcome,
     Step,
     StepResult,
 )
@@ -60,24 +61,6 @@ class Reducer:
     :meth:`flush`. All other methods are for the training thread.
     """
 
-    # The caller sets these before synchronize().
-    sparse: Collection[int] = ()  # tensors with sparse gradients here, which the caller exchanges
-    joined = False  # this rank has no more data, and takes part without gradients
-    closing_call = 0  # which call closes steps, below 64: 0 for ``step()`` and ``synchronize()``
-    mark: int | None = None  # of this rank's parameters, for the next step; None agrees with any
-    evaluates = False  # this step is an evaluation of a closure
-
-    # Of the last reduced step.
-    sparse_anywhere: Sequence[int] = ()  # tensors with sparse gradients on any rank
-    joined_ranks: Sequence[int] = ()
-    marks_agree = True  # whether all ranks that had a mark had the same
-    evaluated = False  # whether any rank evaluates a closure, if ranks have joined
-
-    profiling = False  # whether this step's times will be used to plan
-    num_installed = 0  # plans so far
-    decoupled = False  # whether the plan decouples any tensor
-    _detailed = True  # whether all moments of a step are used, and not only its length
-
     def __init__(
         self,
         runtime: Runtime,
@@ -91,6 +74,7 @@ class Reducer:
         channel: ControlChannel | None = None,
     ) -> None:
         options.check(specs)
+        # The tensors, and the ranks that reduce them.
         self.specs = tuple(specs)
         self._number_of = {spec: k for k, spec in enumerate(specs)}
         self._runtime = runtime
@@ -98,6 +82,10 @@ class Reducer:
         self._name = name = options.name
         self.who = f"{runtime.where}: {name}"
         self._fetch = fetch  # for gradients without an event, when the step closes
+
+        # Its plan, and what ranks must have in common.
+        self.num_installed = 0
+        self._newly_installed = False  # whether the next step is the first one by the final plan
         gets = {s.name: active is None or active[k] for k, s in enumerate(specs)}
         planned = [spec for spec in specs if gets[spec.name]] or specs[:1]
         is_logger = runtime.rank == 0
@@ -119,6 +107,8 @@ class Reducer:
             settings,
         )
         channel.exchange(b"", f"{name}: {what}", what, same, SAME_TENSORS)
+
+        # Communication: its lane, and collectives between steps.
         with runtime.in_turn(channel, f"{name}: making a lane"):
             backend, control_backend = runtime.lease(channel)
             self.memory = memory = location(runtime, backend, channel.call)
@@ -126,13 +116,16 @@ class Reducer:
         self.channel = runtime.channel_on(control_backend, name)
         self._lane = lane = Lane(backend, memory, options)
         self._events, self._thread = lane.events, runtime.thread
-        self.clock = StepClock(memory, len(specs))
-        self._expected = [options.passes] * len(specs)
-        self._rarer_steps = 0
+        self._closed = False
+
+        # Steps: their numbers, and the gradients that each tensor gets.
         self._number = 0
         self._discarded: deque[Step] = deque()
-        self.num_steps = 0
-        self._newly_installed = self._closed = False
+        self._expected = [options.passes] * len(specs)
+        self._rarer_steps = 0
+        self.outcome = Outcome()  # of the last one that was reduced
+
+        # All-gathers: this rank's shards, and the groups that have arrived.
         ranges = [shard_range(spec, runtime.rank, runtime.size) for spec in specs]
         self._shards = [slice(start, stop) for start, stop in ranges]
         self._gathered: list[BufferView | None] = [None] * len(specs)
@@ -140,13 +133,19 @@ class Reducer:
         self._num_arrived = 0
         self._gather: Gather | None = None
         self.gather_groups: Sequence[Sequence[int]] = ()  # tensors, in the order of sending
+
+        # Times of steps, and who wants them.
+        self.num_steps = 0
+        self.clock = StepClock(memory, len(specs))
+        self._detailed = True  # whether all moments of a step are used, and not only its length
+        self._record_name = runtime.distinct_name(name)
+        recorded = bool(runtime.config.record)
+        self.recorder = Recorder(runtime, self._record_name, self.tuner) if recorded else None
+
         keep_freed_memory()
         self._install()
         runtime.add_lane(lane)
         runtime.users.add(self)
-        self._record_name = runtime.distinct_name(name)
-        recorded = bool(runtime.config.record)
-        self.recorder = Recorder(runtime, self._record_name, self.tuner) if recorded else None
         self._begin(memory.now())
 
     # One step: gradients appear.
@@ -229,7 +228,15 @@ class Reducer:
     # One step: it closes.
 
     def synchronize(
-        self, whole: bool = True, targets: Sequence[int] = ()
+        self,
+        whole: bool = True,
+        targets: Sequence[int] = (),
+        *,
+        sparse: Collection[int] = (),  # tensors with sparse gradients, which the caller exchanges
+        joined: bool = False,  # this rank has no more data, and takes part without gradients
+        closing_call: int = 0,  # which call closes the step, below 64; 0 for ``step()``
+        mark: int | None = None,  # of this rank's parameters; None agrees with any
+        evaluates: bool = False,  # the step is an evaluation of a closure
     ) -> list[BufferView | None]:
         """Close the step and wait until every gradient is reduced; ``WfbpError`` if ranks failed.
 
@@ -245,11 +252,11 @@ class Reducer:
         if targets:
             step.targets = [0 if k in self._unplanned else a for k, a in enumerate(targets)]
         step.whole = whole and self.decoupled
-        step.requested = bool(self._unplanned or tuner.wants_round or self.sparse or self.joined)
-        step.closing_call = None if self.joined else self.closing_call
-        step.mark = None if self.joined else self.mark
+        step.requested = bool(self._unplanned or tuner.wants_round or sparse or joined)
+        step.closing_call = None if joined else closing_call
+        step.mark = None if joined else mark
         result = self._close_step(dependencies)
-        self.marks_agree = result.marks_agree
+        self.outcome = Outcome(result.marks_agree)
         if self._newly_installed:
             # First step by the final plan: memory of earlier plans is free now.
             self._newly_installed = False
@@ -265,10 +272,11 @@ class Reducer:
             self._measure(result, done)
         else:  # without any gradient this is no step of training, but a part of the next one
             done = self.clock.begun
-        self.sparse_anywhere, self.joined_ranks, self.evaluated = (), (), False
-        whole = result.whole
         if result.requested or tuner.round_due:
-            whole |= self._hold_round(reduced)
+            mine = {"sparse": sorted(sparse), "joined": joined, "evaluates": evaluates}
+            self._hold_round(mine, reduced)
+        whole = result.whole
+        whole |= bool(self.outcome.joined)  # these ranks use no shards
         whole |= tuner.plan.decoupled != plan.decoupled
         if self.decoupled and whole:
             reduced = self.gather_gradients(reduced)
@@ -423,28 +431,33 @@ class Reducer:
         plan = self.tuner.plan
         self.flush()
         number_of, count = self._number_of, len(self.specs)
+
+        # Its groups: tensors of each, and the group of each tensor, or -1.
         self._planned = [number_of[spec] for spec in plan.tensors]
         members = [[self._planned[k] for k in group.tensors] for group in plan.groups]
         num_backward = plan.num_backward
-        costs = self.tuner.message_costs
-        self._buffers = self._lane.install(plan, self._planned, costs)[:num_backward]
         self._members = members[:num_backward]
-        with self._arrival_lock:  # another thread may ask meanwhile
-            self.gather_groups = members[num_backward:]
-            self._gather_of = _group_of_each(self.gather_groups, count)
-            self._num_arrived = len(self.gather_groups)
         self._num_early = num_backward - 1 if plan.overlap else 0
         self._group_of = _group_of_each(self._members, count)
         self._dormant = [k for k, group in enumerate(self._group_of) if group < 0]
         # The last entry is for dormant tensors, of group -1, and never reaches 0.
         self._sizes = [*map(len, self._members), sys.maxsize]
+        with self._arrival_lock:  # another thread may ask meanwhile
+            self.gather_groups = members[num_backward:]
+            self._gather_of = _group_of_each(self.gather_groups, count)
+            self._num_arrived = len(self.gather_groups)
+        self.decoupled = bool(self.gather_groups)  # whether it decouples any tensor
+        self._gather = None
+
+        # Its results: views of reduced tensors, and the tensor at each address.
+        costs = self.tuner.message_costs
+        self._buffers = self._lane.install(plan, self._planned, costs)[:num_backward]
         self._num_moves = [0] * num_backward
         self._views: list[BufferView | None] = [None] * count
         self._owner_of: dict[int, int] = {}
         for group in range(num_backward):
             self._view(group)
-        self.decoupled = bool(self.gather_groups)
-        self._gather = None
+
         self.num_installed += 1
         self.clock.forget()
         if self.tuner.installed:
@@ -453,22 +466,19 @@ class Reducer:
                 if group < 0:
                     self._gathered[index] = None
         self.memory.trim()
-        self.profiling = self.tuner.profiling
+        self.profiling: bool = self.tuner.profiling  # whether times of steps will be used to plan
 
-    def _hold_round(self, reduced: list[BufferView | None]) -> bool:
-        """Reduce unplanned gradients and tune; whether ranks have joined; collective."""
+    def _hold_round(self, mine: dict[str, object], reduced: list[BufferView | None]) -> None:
+        """Reduce unplanned gradients and tune; collective."""
         tuner, due = self.tuner, self.tuner.round_due
-        mine = {
-            "unplanned": sorted(self._unplanned),
-            "tuner": tuner.message(),
-            "joined": self.joined,
-            "evaluates": self.evaluates,
-            "sparse": sorted(self.sparse),
-        }
+        mine |= {"unplanned": sorted(self._unplanned), "tuner": tuner.message()}
         messages = self.channel.exchange_values(mine, "end of the step")
-        self.sparse_anywhere = sorted({k for message in messages for k in message["sparse"]})
-        self.joined_ranks = [rank for rank, message in enumerate(messages) if message["joined"]]
-        self.evaluated = any(message["evaluates"] for message in messages)
+        self.outcome = replace(
+            self.outcome,
+            sparse=sorted({k for message in messages for k in message["sparse"]}),
+            joined=[rank for rank, message in enumerate(messages) if message["joined"]],
+            evaluated=any(message["evaluates"] for message in messages),
+        )
         unplanned = sorted({k for message in messages for k in message["unplanned"]})
         if unplanned:
             views = self._lane.reduce_now(
@@ -486,7 +496,6 @@ class Reducer:
             tuner.decide([m["tuner"] for m in messages], self._measure_costs, self._share)
         if joining or due or wished:
             self.channel.exchange(b"", f"the plan {tuner.plan.digest}")  # which must be the same
-        return bool(self.joined_ranks)  # which use no shards
 
     def _unplanned_gradient(self, index: int) -> GradientRef:
         """All of this rank's gradient of a tensor that is reduced at the end of the step."""

@@ -78,6 +78,16 @@ class StepResult:
     stamps: list[GroupStamps] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Facts about all ranks that each learns at the end of a step."""
+
+    marks_agree: bool = True  # whether all ranks that had a mark had the same
+    sparse: Sequence[int] = ()  # tensors with sparse gradients on any rank
+    joined: Sequence[int] = ()  # ranks that have no more data
+    evaluated: bool = False  # whether any rank evaluates a closure, if ranks have joined
+
+
 GradientRef = tuple[int, object]
 """Address of a gradient, and the object that keeps it alive."""
 

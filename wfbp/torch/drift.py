@@ -48,6 +48,8 @@ class Drift:
         self._pause = 1
         self._chosen = self._indices[0]
         self._sample = b""
+        self.mark: int | None = None
+        """Of the sample, which ranks compare at the next step; None agrees with any."""
         self._discarded: list[torch.Tensor] = []
 
     def sample(self) -> None:
@@ -61,11 +63,11 @@ class Drift:
         self._chosen = indices[number // self._every % len(indices)]
         param = self._params[self._chosen]
         self._sample = _elements(param).cpu().view(torch.uint8).numpy().tobytes()
-        self._reducer.mark = zlib.crc32(self._sample) % NUM_MARKS
+        self.mark = zlib.crc32(self._sample) % NUM_MARKS
 
     def forget(self) -> None:
         """Agree with any rank at the next step."""
-        self._reducer.mark, self._sample = None, b""
+        self.mark, self._sample = None, b""
 
     def note_discard(self) -> None:
         """Gradients are cleared that no step has averaged. Warn if parameters change between."""

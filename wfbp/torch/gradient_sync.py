@@ -464,7 +464,9 @@ class OptimizerSync:
         self._sparse[index] = grad
         return True
 
-    def _close(self, whole: bool) -> list[BufferView | None]:
+    def _close(
+        self, whole: bool, closing_call: int = 0, evaluates: bool = False
+    ) -> list[BufferView | None]:
         """Close the step, wait, and let ``p.grad`` be the reduced gradients, except of shards."""
         reducer = self.reducer
         if self.successor:
@@ -483,8 +485,13 @@ class OptimizerSync:
         for index in [k for k in range(len(seen)) if seen[k] is None or k in self._sparse]:
             self._keep_sparse(index)
         sparse = dict(self._sparse)
-        reducer.sparse = sorted(sparse)
-        reduced = reducer.synchronize(whole)
+        reduced = reducer.synchronize(
+            whole,
+            sparse=sparse,
+            closing_call=closing_call,
+            mark=self._drift.mark,
+            evaluates=evaluates,
+        )
         self._check_drift()
         for found in self._differentiations:
             found.happened = False  # it was a backward pass, or is averaged now
@@ -493,14 +500,14 @@ class OptimizerSync:
         self._guard.clear()
         self._is_clipped = False
         self._take(reduced)
-        if reducer.sparse_anywhere:
+        if reducer.outcome.sparse:
             average = self._op is Op.AVERAGE
             unplanned_exchanges.add_sparse_sums(reducer, self._params, sparse, reduced, average)
         if self._forward.watching is not reducer.profiling:
             self._forward.follow()
         if not self._compared:
             self._compare()
-        if self._alone or reducer.joined_ranks:
+        if self._alone or reducer.outcome.joined:
             self._note_joined()
         return reduced
 
@@ -560,15 +567,11 @@ class OptimizerSync:
             if slot is not None and not slot.whole:
                 self.held = reduced
 
-    def synchronize(self, closing_call: int = 0) -> bool:
+    def synchronize(self, closing_call: int = 0, evaluates: bool = False) -> bool:
         """Have whole averages and parameters; whether any rank had a gradient."""
         self.update.flush()
         if self.held is None:
-            self.reducer.closing_call = closing_call
-            try:
-                whole = self._close(whole=True)
-            finally:
-                self.reducer.closing_call = 0
+            whole = self._close(True, closing_call, evaluates)
         else:
             self.check_no_new_gradients()
             # A rank in step() would gather parameters.
@@ -577,7 +580,7 @@ class OptimizerSync:
             self.reducer.flush()
             self._take(whole)
             self.held = None
-        return any(slot is not None for slot in whole) or bool(self.reducer.sparse_anywhere)
+        return any(slot is not None for slot in whole) or bool(self.reducer.outcome.sparse)
 
     def check_no_new_gradients(self, assigned: bool = False) -> None:
         """Raise ``RuntimeError`` if gradients have appeared since they were reduced, by backward or
@@ -616,7 +619,7 @@ class OptimizerSync:
 
     def _check_drift(self) -> None:
         """Raise, or only warn, if parameters have drifted apart; after a step was reduced."""
-        if not self.reducer.marks_agree and (error := self._drift.compare()) is not None:
+        if not self.reducer.outcome.marks_agree and (error := self._drift.compare()) is not None:
             self._check_parameters = False  # where it only warns
             self._on_difference(error)
 
@@ -719,7 +722,7 @@ class OptimizerSync:
 
     def _note_joined(self) -> None:
         """If ranks have joined, let the others step whole parameters; collective."""
-        joined = self.reducer.joined_ranks
+        joined = self.reducer.outcome.joined
         self._alone = bool(joined)
         if joined:
             self.last_active = next(r for r in range(self.runtime.size) if r not in joined)
@@ -731,27 +734,25 @@ class OptimizerSync:
         for param in self._params:
             param.grad = None
         reducer = self.reducer
-        reducer.joined = True
         try:
             while True:
                 self.update.flush()
-                reducer.sparse = ()
-                reducer.synchronize(whole=True)
+                reducer.synchronize(joined=True)
                 self._check_drift()
-                if reducer.sparse_anywhere:
+                if reducer.outcome.sparse:
                     unplanned_exchanges.sparse_sums(reducer, self._params, {}, average=False)
                 if not self._compared:
                     self._compare()
-                if len(reducer.joined_ranks) == self.runtime.size:
+                if len(reducer.outcome.joined) == self.runtime.size:
                     return
                 self._note_joined()
-                if reducer.evaluated:
+                if reducer.outcome.evaluated:
                     unplanned_exchanges.combined_losses(
                         reducer, 0.0, self._op is Op.AVERAGE, joined=True
                     )
                 note_progress()
         finally:
-            reducer.joined = self._alone = False
+            self._alone = False
 
     # The end.
 

@@ -174,6 +174,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_skip = False
         self._wfbp_local: list[None] = []  # one entry per no_sync() that the program is in
         self._wfbp_calls: list[str] = []  # methods of the optimizer that run; "" for a closure
+        self._wfbp_evaluates = False  # whether synchronize() ends an evaluation of a closure
         self._wfbp_sync: OptimizerSync | None = None
         previous = wrapped_of(original)
         self._wfbp_renew(getattr(previous, "_wfbp_sync", None), complete=True)
@@ -349,8 +350,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             RuntimeError: gradients were changed in place since backward.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        sync = self._wfbp_sync
-        averaged = sync is None or self._wfbp_has_sums() or sync.synchronize()
+        sync, evaluates = self._wfbp_sync, self._wfbp_evaluates
+        averaged = sync is None or self._wfbp_has_sums() or sync.synchronize(evaluates=evaluates)
         self._wfbp_sync_state = SyncState.PROGRAM if averaged else SyncState.NO_GRADIENTS
 
     def _wfbp_has_sums(self) -> bool:
@@ -602,11 +603,11 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if sync is None:
             self._wfbp_make_dense()
             return loss
-        sync.reducer.evaluates = True
+        self._wfbp_evaluates = True
         try:
             self.synchronize()
         finally:
-            sync.reducer.evaluates = False
+            self._wfbp_evaluates = False
         combined = combined_losses(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
         this = weakref.ref(sync)  # the program may keep the loss
         return differentiable(loss, combined, lambda: (sync := this()) is None or sync.open)

@@ -45,7 +45,7 @@ def sparse_sums(
     divisor = len(ranks) if average else 1
     return {
         index: _sum(params[index], [rank[index] for rank in ranks if index in rank], divisor)
-        for index in reducer.sparse_anywhere
+        for index in reducer.outcome.sparse
     }
 
 
