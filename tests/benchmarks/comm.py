@@ -35,7 +35,7 @@ from wfbp.comm.waiting import Waiter, sharp_naps, wait
 from wfbp.config import Config
 from wfbp.core.types import Op, Operation
 from wfbp.runtime.progress.thread import THREAD_NAME
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.runtime import JobRuntime
 
 CHUNKS = (1 << 20, 4 << 20)
 BACKEND = "wfbp"
@@ -286,7 +286,7 @@ def _timing(way: Contestant, nbytes: int, values_us: list[float]) -> Timing:
 
 def cpu_shares(comm: MPI.Comm, backend: MpiBackend) -> dict[str, float]:
     """Share of a core that the communication thread takes, on the rank where it takes most."""
-    runtime = Runtime(backend, Config())
+    runtime = JobRuntime(backend, Config())
     try:
         runtime.channel.exchange(b"", "start")
         idle = _share(lambda: time.sleep(LATE_S))

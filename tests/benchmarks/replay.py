@@ -39,7 +39,7 @@ from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.runtime import JobRuntime
 from wfbp.runtime.tuning.candidates import reordered
 
 THRESHOLD_BYTES = 25 * 2**20
@@ -133,7 +133,7 @@ def replay(
     config = replace(Config(), warmup_steps=1, profile_steps=3, replan_threshold=0.0)
     curves = {operation: _stretched(costs.of(operation), shrink) for operation in Operation}
     backend = EmulatedLink(curves[Operation.ALL_REDUCE], size=2, others=curves)
-    runtime = Runtime(backend, config)
+    runtime = JobRuntime(backend, config)
     try:
         engine = Reducer(
             runtime,

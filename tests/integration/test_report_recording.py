@@ -23,7 +23,7 @@ from wfbp.core.types import TensorSpec
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.recorder import KEPT_ITERATIONS
 from wfbp.runtime.reducer import Reducer
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.runtime import JobRuntime
 
 SPECS = tuple(TensorSpec(f"layer{k}", (100 + k,), "float32") for k in range(5))
 CONFIG = replace(
@@ -38,7 +38,7 @@ def train(num_ranks: int, steps: int, folder: Path, names: tuple[str, ...] = ("S
 
     def one_rank(rank: int) -> None:
         config = replace(CONFIG, record=str(folder))
-        runtime = Runtime(world.backend(rank), config)
+        runtime = JobRuntime(world.backend(rank), config)
         try:
             engines = [
                 Reducer(runtime, SPECS, ReducerOptions("oasr", 1 << 20, name=name))

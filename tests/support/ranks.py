@@ -13,7 +13,7 @@ from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Operation
 from wfbp.runtime.progress import loop
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.runtime import JobRuntime, Runtime
 
 QUICK = Config(
     zero_copy_min_bytes=128,
@@ -56,7 +56,7 @@ def run_ranks(
     results: list[Any] = [None] * size
 
     def rank_main(rank: int) -> None:
-        runtime = Runtime(world.backend(rank), (configs or {}).get(rank, config))
+        runtime = JobRuntime(world.backend(rank), (configs or {}).get(rank, config))
         try:
             results[rank] = body(runtime)
         except Exception as error:

@@ -28,7 +28,7 @@ from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.consistency import SAME_TENSORS, describe_specs
 from wfbp.runtime.reducer import Reducer
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.runtime import JobRuntime
 from wfbp.runtime.step import GradientRef
 
 
@@ -199,7 +199,7 @@ class ExchangeRegistry:
         self._descriptions: dict[int, ExchangeDescription] = {}
         self._exchanges: dict[int, GradientExchange] = {}
         self._reducers: dict[int, Reducer] = {}
-        self._runtime: Runtime | None = None
+        self._runtime: JobRuntime | None = None
         handlers.serve(self._wait)
         threading.Thread(
             target=self._forward_announcements, name="wfbp-announce", daemon=True
@@ -299,7 +299,7 @@ class ExchangeRegistry:
             )
         return known
 
-    def _make(self, runtime: Runtime, wanted: ExchangeDescription) -> Reducer:
+    def _make(self, runtime: JobRuntime, wanted: ExchangeDescription) -> Reducer:
         """Make the reducer of an exchange, with all others that ranks have reached."""
         with self._making:
             if wanted.key in self._reducers:

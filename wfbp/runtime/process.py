@@ -26,10 +26,10 @@ from wfbp.launcher.rank import WFBPRUN
 from wfbp.runtime import timeline_files, uncaught
 from wfbp.runtime.cores import advice, num_threads, own_cores, part_of_cores
 from wfbp.runtime.named.operations import Collectives
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.runtime import JobRuntime, Runtime
 from wfbp.runtime.uncaught import describe_error
 
-_runtime: Runtime | None = None
+_runtime: JobRuntime | None = None
 _operations: Collectives | None = None
 """Named operations of the runtime."""
 _finishers: list[Callable[[Runtime], None]] = []
@@ -67,7 +67,7 @@ def start(
     unknown = unknown_variables()
     if unknown and backend.local_rank == 0:
         logging.getLogger("wfbp").warning("%s", unknown)
-    runtime = Runtime(backend, config)
+    runtime = JobRuntime(backend, config)
     try:  # other ranks wait for this one from here on, so it must leave with a notice
         check_settings(runtime, problem)
         operations = Collectives(runtime)
@@ -143,7 +143,7 @@ def shutdown() -> None:
             _merge_timelines(runtime)
 
 
-def _start_timeline(runtime: Runtime) -> None:
+def _start_timeline(runtime: JobRuntime) -> None:
     """Record all ranks' steps and operations; collective."""
     config, rank = runtime.config, runtime.rank
     path = timeline_files.rank_file(config.record, rank)
@@ -162,7 +162,7 @@ def _start_timeline(runtime: Runtime) -> None:
         runtime.record(writer)
 
 
-def _merge_timelines(runtime: Runtime) -> None:
+def _merge_timelines(runtime: JobRuntime) -> None:
     """Merge all ranks' timelines that this host has; errors are logged."""
     folder = Path(runtime.config.record)
     paths = [timeline_files.rank_file(folder, rank) for rank in range(runtime.size)]
@@ -189,7 +189,7 @@ def is_initialized() -> bool:
     return _runtime is not None
 
 
-def current(call: str) -> Runtime:
+def current(call: str) -> JobRuntime:
     """The runtime, for the public function ``call``; raises ``NotInitializedError`` without one."""
     if _runtime is None:
         raise NotInitializedError(call)
@@ -267,7 +267,7 @@ _LABEL = "init()"
 _SAME_SETTINGS = "Set it to the same value on every rank; mpirun passes variables on to all of them"
 
 
-def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
+def check_settings(runtime: JobRuntime, problem: Exception | None = None) -> None:
     """Compare the shared settings of all ranks, and raise if any rank has a problem; collective."""
     with runtime.channel.sharing_errors(_LABEL):
         if problem is not None:
@@ -289,7 +289,7 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
         _tell_who_takes_part(runtime, [host for host, _ in where])
 
 
-def note_threads(runtime: Runtime, threads: int | None) -> None:
+def note_threads(runtime: JobRuntime, threads: int | None) -> None:
     """Note how many threads each rank has (None: unknown), and warn if cores are too few."""
     ranks, cores = runtime.core_sharers, num_cores()
     runtime.network.part_of_cores = part_of_cores(ranks, cores, threads)
@@ -297,7 +297,7 @@ def note_threads(runtime: Runtime, threads: int | None) -> None:
         runtime.warn_once("cores", problem)
 
 
-def _tell_who_takes_part(runtime: Runtime, hosts: Sequence[str]) -> None:
+def _tell_who_takes_part(runtime: JobRuntime, hosts: Sequence[str]) -> None:
     """Log ranks, hosts and library in one line."""
     per_host = Counter(hosts)
     shown = [f"{host} ({number})" for host, number in per_host.most_common(_MOST_HOSTS)]

@@ -1,6 +1,6 @@
 """The runtime of one rank: its backend, its communication thread, and its ties to other ranks.
 
-A process set has its own runtime (channels, lanes, costs) on the shared communication thread.
+A process set has its own runtime (channels, lanes, costs) on the job's communication thread.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,11 +41,11 @@ FORWARDING_S = 0.2
 """Time for the launcher to forward output: at an abort it may drop the rest."""
 
 
-class Runtime:
-    """Connects a rank to the others; any training thread may call its public methods.
+class Runtime(ABC):
+    """Connects a rank to the other ranks of the job or of a process set; any training thread may
+    call its public methods.
 
-    From here on only the communication thread uses ``backend``. A process set's runtime is
-    ``within`` that of all ranks, which owns the communication thread. ``rank`` counts among this
+    From here on only the communication thread uses ``backend``. ``rank`` counts among this
     runtime's ranks, ``members`` among all ranks.
     """
 
@@ -52,123 +53,59 @@ class Runtime:
         self,
         backend: HostBackend,
         config: Config,
-        *,
-        within: Runtime | None = None,
-        members: Members = ALL_RANKS,
+        thread: CommunicationThread,
+        fetches: Fetches,
+        where: str,
+        members: Members,
     ) -> None:
         self.config = config
         self.members = members
-        self._within = within
+        self.where = where
         self.rank = backend.rank
         self.size = backend.size
         self.local_rank = backend.local_rank
         self.local_size = backend.local_size
         self.library = backend.library
-        # init() learns these: of every rank, its number on its host and how many there are; and
-        # how many ranks may use exactly this rank's cores.
-        self.places: Sequence[tuple[int, int]] = ()
-        self.core_sharers = 1
-        self.backend = backend
+        self.backend, self.thread, self._loop, self._fetches = backend, thread, thread.loop, fetches
         self.network = NetworkCosts(
             config.probe_budget_s, self.check_measurement, backend.rank == 0
         )
-        self._inner: list[Runtime] = []  # of process sets, in the order of making
+        self.channel = self.channel_on(backend)
         self._closed = False
-        # Pairs of backends made for lanes, in the same order on every rank, and the numbers of
-        # idle ones: the communication thread adds to these, a training thread takes.
-        self._leased: list[tuple[HostBackend, HostBackend]] = []
-        self._idle: set[int] = set()
-        self._lanes: dict[int, LaneProtocol] = {}  # those in use, by the number of their backends
-        # Reducers, which release their buffers at shutdown().
-        self.users: WeakSet[Reducer] = WeakSet() if within is None else within.users
-        self.optimizer_numbers = count()
-        self._names: Counter[str] = Counter()
-        self.timeline: TraceWriter | None = None if within is None else within.timeline
-        # Called under the progress lock when all ranks end, before the backend is closed.
-        self.at_end: list[Callable[[], None]] = []
-        self._num_stores = count()
-        self._warned: dict[str, object] = {}
-        self.where = f"rank {self.rank} of {self.size}"
-        if within is None:
-            self.thread = CommunicationThread(backend, config, self.where)
-            self._loop = self.thread.loop
-            self._fetches = Fetches(backend, self._loop, self.where)
-            # All ranks get another rank's warning; one of them logs it.
-            self._loop.handle_notices(
-                _WARNING, lambda _, n, __: self._warn(n["topic"], n["text"], logs=self.rank == 0)
-            )
-        else:
-            self.where += f" of process set {list(members.ranks or ())}"
-            self.thread, self._loop, self._fetches = within.thread, within._loop, within._fetches
-            self.network.part_of_cores = within.network.part_of_cores
-            within._inner.append(self)
         # Held by rank 0 from before any rank begins an operation until every rank has ended it.
         self._turn: AbstractContextManager[object] = (
             nullcontext() if self.rank else threading.RLock()
         )
+        # Reducers, which release their buffers when the job ends.
+        self.users: WeakSet[Reducer] = WeakSet()
+        self.timeline: TraceWriter | None = None
+        self.optimizer_numbers = count()
+        self._num_stores = count()
+
+        # Lanes, by the number of their pair of backends. Pairs are made in the same order on every
+        # rank. The communication thread adds to the numbers of idle ones, a training thread takes.
+        self._leased: list[tuple[HostBackend, HostBackend]] = []
+        self._idle: set[int] = set()
+        self._lanes: dict[int, LaneProtocol] = {}
         # Attachments of the lanes' memory (``comm/locations``), closed with the runtime.
         self.attached: list[DeviceLinks] = []
-        self.channel = self.channel_on(backend)
-        # For lanes made later in a program, when ranks' exchanges may differ in order.
-        self.planning_channel = self.channel
-        if within is None:
-            self.thread.start()
 
     def check(self) -> None:
         """Raise the ``WfbpError`` that ended the runtime or its process set, if any."""
         if self.thread.error is not None:
             raise self.thread.error
-        if self._within is not None:
-            self._within.check()
-            if self._closed:
-                raise WfbpError(
-                    f"{self.where}: the process set was removed; add it again and make new "
-                    "optimizers for it"
-                )
 
+    @abstractmethod
     def warn_once(self, topic: str, text: str) -> None:
         """Log a warning once per topic and job, on rank 0 if it still listens; any thread."""
-        if self._within is not None:
-            self._within.warn_once(topic, text)
-        elif self.rank == 0 or self._closed or self.thread.error or 0 in self._loop.ended:
-            self._warn(topic, text, logs=True)
-        elif self._warn(topic, text, logs=False):
-            self.thread.post(
-                lambda: self._loop.send_notice(_WARNING, {"topic": topic, "text": text})
-            )
 
-    def _warn(self, topic: str, text: str, logs: bool) -> bool:
-        """Note, and perhaps log, a warning; whether it is new on this rank. Any thread."""
-        mine = object()
-        is_new = self._warned.setdefault(topic, mine) is mine
-        if is_new and logs:
-            others = " (shown once; other ranks may have this problem too)"
-            log.warning("%s%s", text, others if self.size > 1 else "")
-        return is_new
-
+    @abstractmethod
     def distinct_name(self, name: str) -> str:
         """A name for a reducer's records: later ones of the same name get a number."""
-        if self._within is not None:
-            return self._within.distinct_name(f"{name} of process set {self.members.number}")
-        self._names[name] += 1
-        return name if self._names[name] == 1 else f"{name}-{self._names[name]}"
 
     def channel_on(self, backend: HostBackend, name: str = "") -> ControlChannel:
         """A control channel that does not wait for those on other backends."""
         return ControlChannel(self.thread, backend, self.check, self.where, self.members, name)
-
-    def separate_planning(self) -> None:
-        """Give :attr:`planning_channel` its own backend; collective."""
-        backend = self.channel.run(lambda own: own.duplicate(), "making a channel")
-        self.planning_channel = self.channel_on(backend)
-
-    def record(self, timeline: TraceWriter | None) -> None:
-        """Close the current timeline, and record in another one, or in none."""
-        before = self.timeline
-        for runtime in (self, *self._inner):
-            runtime.timeline = timeline
-        if before is not None:
-            before.close()
 
     def open_store(self) -> Store:
         """A store that others may fetch from; made on every rank, in the same order."""
@@ -219,10 +156,6 @@ class Runtime:
         """Numbers of the leased backends that are idle on all ranks; collective."""
         return set.intersection(*map(set, channel.exchange_values(sorted(self._idle), label)))
 
-    def expect_other_threads(self) -> None:
-        """From now on any thread may begin a collective, so this rank is never judged."""
-        self._loop.watch.other_threads = True
-
     def add_lane(self, lane: LaneProtocol) -> None:
         self._lanes[self.number_of(lane.backend)] = lane
         self.thread.post(lambda: self._loop.add_lane(lane, self.members))
@@ -237,26 +170,72 @@ class Runtime:
         """The number of a lane's backend, the same on every rank."""
         return next(k for k, leased in enumerate(self._leased) if leased[0] is lane_backend)
 
-    def close(self, close_named_operations: Callable[[], None]) -> None:
-        """End the runtime of a process set after its last step; collective among its ranks."""
-        assert self._within is not None
-        self.check()
-        label = "closing a process set"
-        self.channel.run(lambda _: None, label)  # lanes that were removed before are idle now
-        common = self._idle_everywhere(self.channel, label)  # the others have steps that never end
+    def check_measurement(self, label: str, waited_s: float) -> None:
+        self._loop.check_measurement(label, waited_s, self.members)
 
-        def free(own: Backend) -> None:
-            close_named_operations()
-            for attachment in self.attached:
-                attachment.close(common)
-            for number in sorted(common):
-                for backend in self._leased[number]:
-                    backend.close()
-            own.close()
 
-        self.channel.run(free, label)
-        self._within._inner.remove(self)
-        self._closed = True
+class JobRuntime(Runtime):
+    """The runtime of all ranks, which owns the communication thread."""
+
+    def __init__(self, backend: HostBackend, config: Config) -> None:
+        where = f"rank {backend.rank} of {backend.size}"
+        thread = CommunicationThread(backend, config, where)
+        fetches = Fetches(backend, thread.loop, where)
+        super().__init__(backend, config, thread, fetches, where, ALL_RANKS)
+        # init() learns these: of every rank, its number on its host and how many there are; and
+        # how many ranks may use exactly this rank's cores.
+        self.places: Sequence[tuple[int, int]] = ()
+        self.core_sharers = 1
+        # For lanes made later in a program, when ranks' exchanges may differ in order.
+        self.planning_channel = self.channel
+        self._sets: list[SetRuntime] = []  # in the order of making
+        # Called under the progress lock when all ranks end, before the backend is closed.
+        self.at_end: list[Callable[[], None]] = []
+        self._names: Counter[str] = Counter()
+        self._warned: dict[str, object] = {}
+        # All ranks get another rank's warning; one of them logs it.
+        self._loop.handle_notices(
+            _WARNING, lambda _, n, __: self._warn(n["topic"], n["text"], logs=self.rank == 0)
+        )
+        thread.start()
+
+    def warn_once(self, topic: str, text: str) -> None:
+        if self.rank == 0 or self._closed or self.thread.error or 0 in self._loop.ended:
+            self._warn(topic, text, logs=True)
+        elif self._warn(topic, text, logs=False):
+            self.thread.post(
+                lambda: self._loop.send_notice(_WARNING, {"topic": topic, "text": text})
+            )
+
+    def _warn(self, topic: str, text: str, logs: bool) -> bool:
+        """Note, and perhaps log, a warning; whether it is new on this rank. Any thread."""
+        mine = object()
+        is_new = self._warned.setdefault(topic, mine) is mine
+        if is_new and logs:
+            others = " (shown once; other ranks may have this problem too)"
+            log.warning("%s%s", text, others if self.size > 1 else "")
+        return is_new
+
+    def distinct_name(self, name: str) -> str:
+        self._names[name] += 1
+        return name if self._names[name] == 1 else f"{name}-{self._names[name]}"
+
+    def separate_planning(self) -> None:
+        """Give :attr:`planning_channel` its own backend; collective."""
+        backend = self.channel.run(lambda own: own.duplicate(), "making a channel")
+        self.planning_channel = self.channel_on(backend)
+
+    def record(self, timeline: TraceWriter | None) -> None:
+        """Close the current timeline, and record in another one, or in none."""
+        before = self.timeline
+        for runtime in (self, *self._sets):
+            runtime.timeline = timeline
+        if before is not None:
+            before.close()
+
+    def expect_other_threads(self) -> None:
+        """From now on any thread may begin a collective, so this rank is never judged."""
+        self._loop.watch.other_threads = True
 
     def shutdown(self, exit_status: int = 0) -> None:
         """Leave with the others and release everything; a rank that needs this one then fails, and
@@ -305,7 +284,7 @@ class Runtime:
     def _say_bye(self, exit_status: int) -> None:
         lanes = [
             (runtime.members.number, number)
-            for runtime in (self, *self._inner)
+            for runtime in (self, *self._sets)
             for number in range(len(runtime._leased))
             if number not in runtime._idle
             and (number not in runtime._lanes or runtime._lanes[number].busy)
@@ -317,7 +296,7 @@ class Runtime:
 
     def _give_back(self) -> None:
         self._loop.closing = True
-        for runtime in (self, *self._inner):
+        for runtime in (self, *self._sets):
             for attachment in runtime.attached:
                 attachment.close()
             # To free a communicator is a collective: all ranks leave out the same ones.
@@ -325,7 +304,7 @@ class Runtime:
                 if (runtime.members.number, number) not in self._loop.unfinished:
                     for backend in backends:
                         backend.close()
-        for inner in self._inner:
+        for inner in self._sets:
             inner.backend.close()
         if self.planning_channel is not self.channel:
             self.planning_channel.close()
@@ -335,10 +314,53 @@ class Runtime:
 
     def _give_up(self) -> None:
         """Of lanes that were not failing too: nothing may wait for other ranks at exit."""
-        for runtime in (self, *self._inner):
+        for runtime in (self, *self._sets):
             for attachment in runtime.attached:
                 attachment.give_up()
         self.backend.give_up()
 
-    def check_measurement(self, label: str, waited_s: float) -> None:
-        self._loop.check_measurement(label, waited_s, self.members)
+
+class SetRuntime(Runtime):
+    """The runtime of a process set, on the communication thread of the job's."""
+
+    def __init__(self, backend: HostBackend, job: JobRuntime, members: Members) -> None:
+        where = f"rank {backend.rank} of {backend.size} of process set {list(members.ranks or ())}"
+        super().__init__(backend, job.config, job.thread, job._fetches, where, members)
+        self.users, self.timeline = job.users, job.timeline
+        self.network.part_of_cores = job.network.part_of_cores
+        self._job = job
+        job._sets.append(self)
+
+    def check(self) -> None:
+        super().check()
+        if self._closed:
+            raise WfbpError(
+                f"{self.where}: the process set was removed; add it again and make new "
+                "optimizers for it"
+            )
+
+    def warn_once(self, topic: str, text: str) -> None:
+        self._job.warn_once(topic, text)
+
+    def distinct_name(self, name: str) -> str:
+        return self._job.distinct_name(f"{name} of process set {self.members.number}")
+
+    def close(self, close_named_operations: Callable[[], None]) -> None:
+        """End the runtime after its last step; collective among its ranks."""
+        self.check()
+        label = "closing a process set"
+        self.channel.run(lambda _: None, label)  # lanes that were removed before are idle now
+        common = self._idle_everywhere(self.channel, label)  # the others have steps that never end
+
+        def free(own: Backend) -> None:
+            close_named_operations()
+            for attachment in self.attached:
+                attachment.close(common)
+            for number in sorted(common):
+                for backend in self._leased[number]:
+                    backend.close()
+            own.close()
+
+        self.channel.run(free, label)
+        self._job._sets.remove(self)
+        self._closed = True

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from wfbp.errors import PeerError, WfbpError
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.runtime import JobRuntime
 
 _told: BaseException | None = None
 """The error of another rank that was reported while the program still computed."""
@@ -27,10 +27,10 @@ _ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 _previous: tuple[_Hook, _ThreadHook] | None = None
 """The earlier hooks; None unless this module's are installed."""
-_runtime: Runtime | None = None
+_runtime: JobRuntime | None = None
 
 
-def install(runtime: Runtime) -> None:
+def install(runtime: JobRuntime) -> None:
     """From now on an uncaught exception in a thread that trains ends the job."""
     global _previous, _runtime, _told
     _told = None
@@ -79,7 +79,7 @@ def _report(
         _end(_runtime, error)
 
 
-def _report_unnoticed(runtime: Runtime) -> None:
+def _report_unnoticed(runtime: JobRuntime) -> None:
     """On the communication thread: why the launcher will end this rank, whose program computes."""
     global _told
     _told = runtime.thread.error
@@ -112,7 +112,7 @@ def _place_of(stack: StackSummary) -> str:
     return f"at {last.filename}:{last.lineno}, in {last.name}" if last else "within wfbp"
 
 
-def _end(runtime: Runtime, error: BaseException) -> None:
+def _end(runtime: JobRuntime, error: BaseException) -> None:
     # torch.distributed's hook redirects stderr to a buffer, which an abort would discard.
     if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
         sys.__stderr__.write(sys.stderr.getvalue())

@@ -26,7 +26,7 @@ from wfbp.core.types import Op, Operation
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.reducer import Reducer
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.runtime import JobRuntime, Runtime
 from wfbp.runtime.tuning.network import NetworkCosts
 from wfbp.runtime.tuning.trial import Trial
 
@@ -165,7 +165,7 @@ def test_gradients_forgotten_behind_a_gather_tell_nothing_of_it(
     monkeypatch.setattr(NetworkCosts, "measure", lambda *_: Costs(quick, quick, slow))
     others = {Operation.REDUCE_SCATTER: quick, Operation.ALL_GATHER: slow}
     config = replace(Config(), warmup_steps=1, profile_steps=2, replan_threshold=0.0)
-    runtime = Runtime(EmulatedLink(quick, size=2, others=others), config)
+    runtime = JobRuntime(EmulatedLink(quick, size=2, others=others), config)
     specs = make_specs([5, 6, 7])
     arrays = [np.zeros(spec.numel) for spec in specs]
     phases = []

@@ -27,7 +27,7 @@ from wfbp.runtime import process, uncaught
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.named.operations import Collectives
 from wfbp.runtime.reducer import Reducer
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.runtime import JobRuntime, Runtime
 from wfbp.runtime.uncaught import describe_error
 
 
@@ -140,7 +140,7 @@ def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> No
         return [(4, 1.0 + len(asked)), (max_bytes, 2.0 + len(asked))]
 
     monkeypatch.setattr("wfbp.runtime.tuning.network.measure_cost", measure)
-    runtime = Runtime(LocalWorld(1).backend(0), Config(probe_budget_s=0.15))
+    runtime = JobRuntime(LocalWorld(1).backend(0), Config(probe_budget_s=0.15))
     reduce, scatter, gather = Operation
     first = measure_costs(runtime, 100)
     assert asked == [(reduce, 100, 0.15)]
@@ -163,7 +163,7 @@ def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nothing_works_after_shutdown() -> None:
-    runtime = Runtime(LocalWorld(1).backend(0), Config())
+    runtime = JobRuntime(LocalWorld(1).backend(0), Config())
     runtime.shutdown()
     runtime.shutdown()
     with pytest.raises(NotInitializedError, match=r"wfbp\.init\(\)"):
@@ -173,7 +173,7 @@ def test_nothing_works_after_shutdown() -> None:
 def test_no_notices_are_read_once_the_backend_is_given_back() -> None:
     """The communicator is gone: Open MPI ends the job there. The same turn may be to read some."""
     backend = LocalWorld(1).backend(0)
-    runtime = Runtime(backend, Config())
+    runtime = JobRuntime(backend, Config())
     told = []
 
     def close() -> None:

@@ -15,7 +15,7 @@ from wfbp.runtime import signals
 from wfbp.runtime.named.coordinator import Kind, Request
 from wfbp.runtime.named.named_lane import JOIN, NamedLane, NamedOperation
 from wfbp.runtime.progress.stall import Members
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.runtime import JobRuntime, Runtime, SetRuntime
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Handle(int, Generic[T]):
 class Collectives:
     """Named operations of one runtime; any training thread may submit, poll and synchronize."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: JobRuntime) -> None:
         self._runtime = runtime
         self._lock = threading.RLock()  # protects the names
         self._names: dict[tuple[int, str], NamedOperation[Any]] = {}
@@ -77,6 +77,7 @@ class Collectives:
         del self.sets[number]
         if lane is not None:  # an idle lane is not served
             del self.lanes[number]
+            assert isinstance(lane.runtime, SetRuntime)
             lane.runtime.close(lane.close)
 
     def _is_pending(self, key: tuple[int, str]) -> bool:
@@ -228,13 +229,11 @@ class Collectives:
 
     def _connect(self, backend: HostBackend, number: int, ranks: tuple[int, ...]) -> None:
         """Make the lane of a set, if this rank is in it, and its runtime."""
-        whole, runtime = len(ranks) == backend.size, self._runtime
+        whole, job = len(ranks) == backend.size, self._runtime
         data = backend.duplicate() if whole else backend.subset(ranks)
         if data is None:
             return
-        if not whole:
-            own, members = data.duplicate(), Members(number, ranks)
-            runtime = Runtime(own, runtime.config, within=runtime, members=members)
+        runtime = job if whole else SetRuntime(data.duplicate(), job, Members(number, ranks))
         self.lanes[number] = NamedLane(runtime, data)
 
     def _close(self) -> None:
