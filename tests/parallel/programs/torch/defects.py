@@ -42,7 +42,6 @@ from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import process
 from wfbp.torch import pending
 from wfbp.torch.joining import join
-from wfbp.torch.pending import Pending
 
 check = Checks()
 
@@ -1064,39 +1063,6 @@ def changed_right_after_a_step() -> None:
     for step in range(STEPS):
         both.step(step)
     both.equal()
-    # State that a program has kept: once it has looked at any, no update waits for a parameter to
-    # be used. (The second one, because hybrids of these tests decouple every other one.)
-    both = twins(optimizer_sharding=False)
-    model, optimizer, reference, plain = both
-    waited, entries = False, []
-    for step in range(2 * STEPS):
-        if step == STEPS:
-            entries = [optimizer.state[model[0].bias], plain.state[reference[0].bias]]
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        waited |= type(model[0].bias) is Pending
-        both.follow(step)
-        for entry in entries:
-            entry["momentum_buffer"].zero_()
-    both.equal()
-    assert waited or process.current("").config.schedule == "auto"
-    # State of the original optimizer, which nothing tells of reads, changed before the update.
-    model, optimizer = twins(optimizer_sharding=False)[:2]
-    original = optimizer._wfbp_original
-    waits = False
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        entry = original.state.get(model[0].bias)
-        optimizer.step()
-        if entry and (waits := type(model[0].bias) is Pending):
-            entry["momentum_buffer"].zero_()
-            raises(RuntimeError, "state of a parameter was changed", act=model[0].bias.sum)
-            optimizer._wfbp_sync.update.pending.release()
-            break
-    assert waits or process.current("").config.schedule == "auto"
-    MPI.COMM_WORLD.barrier()
 
 
 class ByPlace(Descent):
