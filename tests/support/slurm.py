@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "sinfo")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "sinfo", "scancel")
 START_S = 100.0
 CONFIG = """\
 ClusterName=wfbp
@@ -80,6 +80,13 @@ class Cluster:
             time.sleep(0.2)
         return log.read_text()
 
+    def cancel_jobs(self) -> None:
+        """End the jobs that a failed test has left: they would outlive the daemons."""
+        deadline = time.monotonic() + 20
+        self.run("scancel", "--user=root")
+        while self.run("squeue", "--noheader").stdout and time.monotonic() < deadline:
+            time.sleep(0.2)
+
     def logs(self) -> str:
         """What the daemons said, for the message of a test that fails."""
         files = sorted(self.folder.glob("*.log"))
@@ -125,7 +132,10 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             if words is munge:
                 _wait_for(lambda: (folder / "munge.socket").exists(), here)
         _wait_for(lambda: "idle" in here.run("sinfo", "--noheader", "-o", "%T").stdout, here)
-        yield here
+        try:
+            yield here
+        finally:
+            here.cancel_jobs()
 
 
 @contextmanager

@@ -35,9 +35,12 @@ def test_an_ended_benchmark_lets_its_job_tidy_up(tmp_path: Path, number: signal.
     with subprocess.Popen(
         [sys.executable, "-c", BENCHMARK, *job], stderr=subprocess.DEVNULL
     ) as benchmark:
-        deadline = time.monotonic() + 60.0
-        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        benchmark.send_signal(number)
-        assert benchmark.wait(60.0) != 0
+        try:
+            deadline = time.monotonic() + 30.0
+            while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            benchmark.send_signal(number)
+            assert benchmark.wait(60.0) != 0
+        finally:
+            benchmark.kill()  # else the block would wait for it for ever
     assert (tmp_path / "tidied").exists()

@@ -114,7 +114,10 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        process.stdout.close()
-        said = process.stderr.read()
-        assert process.wait(60) == 1
+        try:
+            process.stdout.close()
+            said = process.stderr.read()
+            assert process.wait(60) == 1
+        finally:
+            process.kill()  # else the block would wait for it for ever
     assert said == b""
