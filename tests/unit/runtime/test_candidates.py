@@ -72,6 +72,19 @@ def test_a_network_that_forward_must_help_to_hide() -> None:
     assert gain > 1.2
 
 
+def test_the_best_threshold_of_dear_is_among_them() -> None:
+    """Here the whole model in one group, as by the given threshold, takes much longer."""
+    specs = (TensorSpec(f"t{k}", (65_536,), "float32") for k in range(60))
+    trace = Trace("even", tuple(TraceTensor(spec, 1e-4, 2e-4) for spec in specs))
+    costs = Costs(LinearCost(1e-4, 8e-9))
+    found = auto_candidates(trace, costs, 25 * 2**20, decouples=True)
+    dear = [p for p in found if p.schedule == "dear"]
+    thresholds = [round(25 * 2**20 * 2.0**k) for k in range(-5, 4)]
+    wanted = min(iteration_s(make("dear", trace, costs, t), trace, costs) for t in thresholds)
+    assert [iteration_s(p, trace, costs) for p in dear] == [pytest.approx(wanted)]
+    assert wanted < 0.95 * iteration_s(make("dear", trace, costs, 25 * 2**20), trace, costs)
+
+
 def test_what_leaves_behind_backward_is_among_them() -> None:
     """Communication may cost more of backward than it hides there; only a trial can tell.
 

@@ -61,7 +61,15 @@ def auto_candidates(
         for name, entry in PLANNERS.items()
         if not entry.baseline and (decouples or not entry.decouples)
     ]
-    plans = [make(name, trace, costs, threshold_bytes) for name in names]
+
+    def predicted_of(plan: Plan) -> float:
+        return iteration_s(plan, trace, costs)
+
+    # Of a schedule that searches a threshold, only the most promising one.
+    plans = [
+        min(fixed_candidates(name, trace, costs, threshold_bytes), key=predicted_of)
+        for name in names
+    ]
     # Messages also share memory with compute, or run while it waits: plan for other interference.
     other = replace(costs, kappa=0.0 if costs.kappa > _GUESSED_KAPPA / 2 else _GUESSED_KAPPA)
     plans += [make(n, trace, other, threshold_bytes) for n in ("oasr", "hybrid") if n in names]
@@ -70,7 +78,7 @@ def auto_candidates(
     rows = tuple(replace(t, backward_s=s) for t, s in zip(trace.tensors, after_s, strict=True))
     after = make("oasr", replace(trace, tensors=rows), costs, threshold_bytes)
     plans = distinct([*plans, replace(after, overlap=False)])
-    predicted_s = {plan.digest: iteration_s(plan, trace, costs) for plan in plans}
+    predicted_s = {plan.digest: predicted_of(plan) for plan in plans}
     limit_s = _HOPELESS * min(predicted_s.values())
     simplest = min(plans, key=lambda p: len(p.groups))
     others = [p for p in plans if p is not simplest and predicted_s[p.digest] < limit_s]
