@@ -155,6 +155,8 @@ def _compared(request: Request) -> Sections:
 def _difference(requests: Mapping[int, Request]) -> str:
     """How requests of one name disagree, for messages; empty if they agree."""
     first = next(iter(requests.values()))
+    if all(request == first for request in requests.values()):  # the usual case, in little time
+        return ""
     compared = {rank: _compared(request) for rank, request in requests.items()}
     wanted = _compared(first)
     if all(values == wanted for values in compared.values()):
