@@ -3,9 +3,9 @@
     mpirun -np 4 python -m tests.benchmarks memory --update sharded
     mpirun -np 4 python -m tests.benchmarks memory --update baseline
 
-Trains a chain of wide layers with Adam by one decoupled schedule until its plan is installed and
-some steps more, and reads what the largest rank used: state, the peak of the process, and what it
-still has at the end. One update per process, because a peak cannot be forgotten. ``baseline``
+Trains a chain of wide layers with Adam by one decoupled schedule, for some steps after its plan is
+installed. Prints the figures of the rank that uses most: state, peak memory of the process, and
+memory at the end. One update per process, because a peak cannot be forgotten. ``baseline``
 trains by all-reduce, with whole state on every rank. Pages that ranks of one host have read of each
 other's memory count on each of them; with ``WFBP_SHARED_MEMORY=0`` there are none.
 """

@@ -320,7 +320,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state by parameter, after all updates that are due.
+        """The state by parameter.
 
         If ranks update shards, each holds its shards only; :meth:`state_dict` has the whole, and
         to look for the state of such a parameter here is a ``RuntimeError``.
@@ -661,7 +661,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         sync = self._wfbp_sync
         self._wfbp_check_between_steps("add_param_group()")
         if sync is not None:
-            sync.update.flush()  # updates that are due are of the groups before
+            sync.update.flush()  # what is under way belongs to the groups before
         count = len(self.param_groups)
         self._wfbp_bare["add_param_group"](param_group)
         if sync is not None:

@@ -157,11 +157,7 @@ def _difference(requests: Mapping[int, Request]) -> str:
     first = next(iter(requests.values()))
     if all(request == first for request in requests.values()):  # the usual case, in little time
         return ""
-    compared = {rank: _compared(request) for rank, request in requests.items()}
-    wanted = _compared(first)
-    if all(values == wanted for values in compared.values()):
-        return ""
-    what = differences(compared)
+    what = differences({rank: _compared(request) for rank, request in requests.items()})
     return what and (
         f"{first.label}: ranks disagree on {what}. Operations of one name must be equal on every "
         "rank; those without a name match by their order"
