@@ -134,7 +134,8 @@ setup(
             depends=NATIVE_HEADERS,
             include_dirs=["csrc"],
             cxx_std=17,
-            extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread"],
+            # One rounding per operation, so that all processors encode the same bits.
+            extra_compile_args=["-O3", "-Wall", "-Wextra", "-pthread", "-ffp-contract=off"],
             extra_link_args=["-pthread"],
         ),
         *jax_extension(),

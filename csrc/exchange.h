@@ -84,7 +84,8 @@ struct Transfer {
 
   // Set if this transfer is a chunk of an exchange.
   std::shared_ptr<Exchange> exchange;
-  Block scratch;  // receives the other agents' contributions
+  std::size_t chunk = 0;
+  Block scratch;  // receives the other agents' contributions; of a coded chunk, holds all messages
   std::size_t nbytes = 0;
 };
 
@@ -109,6 +110,48 @@ struct Arrays {
       if (from < to) act(at->data + (from - at->start) * item, to - from);
     }
   }
+
+  // The address of an element that is in one of the arrays.
+  std::uint8_t* at(std::size_t index, std::size_t item) const {
+    std::uint8_t* found = nullptr;
+    between(index, index + 1, item, [&](std::uint8_t* data, std::size_t) { found = data; });
+    return found;
+  }
+};
+
+// What a coded exchange sends encoded: consecutive elements of one tensor, from a multiple of
+// kCodecBlock on. The errors may be null.
+struct Part {
+  std::size_t start, count;
+  std::uint8_t* error;      // of what this rank sends
+  std::uint8_t* sum_error;  // of the sum, if this rank owns it
+};
+
+struct Coding {
+  Codec codec;
+  std::vector<Part> parts;  // in ascending order
+
+  // Calls act(part, offset, count) for each contiguous piece of the elements from `first` to
+  // `last`, where the piece begins `offset` elements after its part.
+  template <class Act>
+  void between(std::size_t first, std::size_t last, Act act) const {
+    auto at = std::upper_bound(parts.begin(), parts.end(), first,
+                               [](std::size_t value, const Part& p) { return value < p.start; });
+    if (at != parts.begin()) --at;
+    for (; at != parts.end() && at->start < last; ++at) {
+      const std::size_t from = std::max(first, at->start);
+      const std::size_t to = std::min(last, at->start + at->count);
+      if (from < to) act(*at, from - at->start, to - from);
+    }
+  }
+
+  std::size_t wire_bytes(std::size_t first, std::size_t last) const {
+    std::size_t total = 0;
+    between(first, last, [&](const Part&, std::size_t, std::size_t count) {
+      total += Codec::wire_bytes(count);
+    });
+    return total;
+  }
 };
 
 // The elements that a rank owns: it combines them, or contributes them to an all-gather.
@@ -128,20 +171,27 @@ struct Exchange {
   std::vector<int> agents;    // contribute to this rank's share, in this order; includes this rank
   std::vector<Share> shares;  // in the order in which their messages start
   Arrays sources;             // this rank's contributions; empty in a plain all-gather
-  Arrays results;             // a single array if contributions are combined
+  Arrays results;             // a single array if contributions are combined as they are
   bool gathers;               // whether the all-gather stage follows
   Reduction reduction;
+  std::shared_ptr<const Coding> coding;  // if contributions and sums are sent encoded
 
   std::size_t num_started = 0, num_over = 0;  // chunks
   std::size_t ended = 0;                      // messages
   bool done = false;
 
   std::size_t first(const Share& share, std::size_t chunk) const {
-    return share.start + (share.stop - share.start) * chunk / tags.size();
+    std::size_t offset = (share.stop - share.start) * chunk / tags.size();
+    if (coding && chunk < tags.size()) offset -= offset % kCodecBlock;
+    return share.start + offset;
   }
 
   std::size_t chunk_bytes(std::size_t chunk) const {
     std::size_t count = 0;
+    if (coding) {
+      for (const Share& share : shares) count += wire_bytes(share, chunk);
+      return count;
+    }
     for (const Share& share : shares) count += first(share, chunk + 1) - first(share, chunk);
     return count * reduction.item;
   }
@@ -152,7 +202,10 @@ struct Exchange {
     if (place_of_rank() == agents.size()) {
       throw std::invalid_argument("rank " + std::to_string(rank) + " is no agent");
     }
-    if (!sources.arrays.empty() && results.arrays.size() != 1) {
+    if (coding && (sources.arrays.empty() || agents.size() < 2 || reduction.item != 4)) {
+      throw std::invalid_argument("what is encoded must be float32, and combined by two agents");
+    }
+    if (!coding && !sources.arrays.empty() && results.arrays.size() != 1) {
       throw std::invalid_argument("what is combined needs one array of results, found " +
                                   std::to_string(results.arrays.size()));
     }
@@ -174,7 +227,12 @@ struct Exchange {
     made->comm = comm;
     made->tag = tags[chunk];
     made->reduction = reduction;
+    made->chunk = chunk;
     made->nbytes = chunk_bytes(chunk);
+    if (coding) {
+      encode(*made, scratch);
+      return made;
+    }
     if (!sources.arrays.empty()) {
       for (const Share& share : shares) {
         if (share.owner == rank) receive(share, chunk, *made, scratch);
@@ -198,7 +256,114 @@ struct Exchange {
     return made;
   }
 
+  // The contributions to a coded chunk have arrived: adds them, in the order of agents, and encodes
+  // the sum in the place of the first that arrived. Every rank, this one too, uses the sum as it is
+  // decoded.
+  void combine(const Transfer& chunk) const {
+    constexpr std::size_t item = sizeof(float);
+    const std::size_t own_place = place_of_rank();
+    for (const Share& share : shares) {
+      if (share.owner != rank) continue;
+      const std::size_t nbytes = wire_bytes(share, chunk.chunk);
+      std::uint8_t* wire = chunk.scratch.data.get();
+      pieces_of(share, chunk.chunk, [&](const Part& part, std::size_t offset, std::size_t count) {
+        const std::uint8_t* own = sources.at(part.start + offset, item);
+        std::uint8_t* result = results.at(part.start + offset, item);
+        std::uint8_t* error = part.sum_error;
+        if (error != nullptr) error += offset * item;
+        for (std::size_t start = 0; start < count; start += kCodecBlock) {
+          const std::size_t length = std::min(kCodecBlock, count - start);
+          float sum[kCodecBlock] = {};
+          auto* bytes = reinterpret_cast<std::uint8_t*>(sum);
+          for (std::size_t place = 0; place < agents.size(); ++place) {
+            if (place == own_place) {
+              add_plain(own + start * item, sum, length, place == 0);
+            } else {
+              const std::size_t order = (place + agents.size() - own_place - 1) % agents.size();
+              const std::uint8_t* arrived = wire + order * nbytes;
+              (place == 0 ? coding->codec.decode : coding->codec.add)(arrived, bytes, length);
+            }
+          }
+          coding->codec.divide(sum, length, reduction.divisor);
+          coding->codec.encode(bytes, error == nullptr ? nullptr : error + start * item, wire,
+                              result + start * item, length);
+          wire += Codec::wire_bytes(length);
+        }
+      });
+    }
+  }
+
+  // The sums of a coded chunk have arrived.
+  void decode(const Transfer& chunk) const {
+    const std::uint8_t* wire = chunk.scratch.data.get();
+    for (const Share& share : shares) {
+      if (share.owner == rank) wire += wire_bytes(share, chunk.chunk) * (agents.size() - 1);
+    }
+    for (const Share& share : shares) {
+      if (share.owner == rank) continue;
+      pieces_of(share, chunk.chunk, [&](const Part& part, std::size_t offset, std::size_t count) {
+        coding->codec.decode(wire, results.at(part.start + offset, sizeof(float)), count);
+        wire += Codec::wire_bytes(count);
+      });
+    }
+  }
+
  private:
+  std::size_t wire_bytes(const Share& share, std::size_t chunk) const {
+    return coding->wire_bytes(first(share, chunk), first(share, chunk + 1));
+  }
+
+  template <class Act>
+  void pieces_of(const Share& share, std::size_t chunk, Act act) const {
+    coding->between(first(share, chunk), first(share, chunk + 1), act);
+  }
+
+  static void add_plain(const std::uint8_t* from, float* sum, std::size_t count, bool is_first) {
+    for (std::size_t i = 0; i < count; ++i) {
+      float value;
+      std::memcpy(&value, from + i * sizeof(float), sizeof(float));
+      sum[i] = is_first ? value : sum[i] + value;
+    }
+  }
+
+  // Encodes this rank's contributions to a chunk and adds the messages. The scratch memory holds
+  // what others send to this rank's share, agent by agent, and what this rank sends to the others,
+  // which the sums then replace.
+  void encode(Transfer& made, Scratch& scratch) const {
+    std::size_t own = 0, total = 0;
+    for (const Share& share : shares) {
+      const std::size_t nbytes = wire_bytes(share, made.chunk);
+      if (share.owner == rank) own = nbytes;
+      total += share.owner == rank ? nbytes * (agents.size() - 1) : nbytes;
+    }
+    if (total == 0) return;
+    made.scratch = scratch.take(total);
+    std::uint8_t* wire = made.scratch.data.get();
+    if (own != 0) {
+      std::uint8_t* sum = wire;
+      for (const int agent : others()) {
+        made.messages.push_back({wire, static_cast<int>(own), agent, true});
+        if (gathers) made.then.push_back({sum, static_cast<int>(own), agent, false});
+        wire += own;
+      }
+    }
+    for (const Share& share : shares) {
+      if (share.owner == rank) continue;
+      std::uint8_t* begin = wire;
+      pieces_of(share, made.chunk, [&](const Part& part, std::size_t offset, std::size_t count) {
+        constexpr std::size_t item = sizeof(float);
+        std::uint8_t* error = part.error;
+        if (error != nullptr) error += offset * item;
+        coding->codec.encode(sources.at(part.start + offset, item), error, wire, nullptr, count);
+        wire += Codec::wire_bytes(count);
+      });
+      const auto nbytes = static_cast<int>(wire - begin);
+      if (nbytes == 0) continue;
+      made.messages.push_back({begin, nbytes, share.owner, false});
+      if (gathers) made.then.push_back({begin, nbytes, share.owner, true});
+    }
+  }
+
   // The other agents, from the next one on, so that ranks do not all begin with the same one.
   std::vector<int> others() const {
     const auto own = agents.begin() + static_cast<std::ptrdiff_t>(place_of_rank());

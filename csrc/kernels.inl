@@ -204,6 +204,161 @@ Casts casts() {
   return {cast<Wide, Half>, cast<Half, Wide>};
 }
 
+// Codecs. Each block of kCodecBlock elements has a scale, a bfloat16, and then its elements. The scale
+// is rounded up, so that no element exceeds 127, and its product with an element is exact: so every
+// processor decodes the same bits.
+
+// Encodes float32 elements, of one tensor, and adds the `error` that earlier steps left to them.
+// Keeps the new error, and the values as they are decoded; either may be null. A block without
+// gradient is sent as zeros and keeps its error: a tensor that is not used sends nothing old. A
+// block with infinity or NaN arrives as NaN, and keeps its error, too.
+//
+// Each step of a block is a function: the compiler vectorizes the loops; AVX2's are written out.
+
+// Adds the error, if any. `most` becomes the largest element without its sign, as bits, whose order
+// is the numbers'. Returns whether there is any gradient.
+WFBP_TARGET inline bool add_error(const std::uint8_t* from, const std::uint8_t* error,
+                                  float* values, std::size_t length, std::uint32_t& most) {
+  std::uint32_t any = 0;
+  most = 0;
+  std::size_t i = 0;
+#if WFBP_HAS_STREAM
+  const __m256i unsigned_bits = _mm256_set1_epi32(0x7fffffff);
+  __m256i gradient = _mm256_setzero_si256(), largest = _mm256_setzero_si256();
+  for (; i + 8 <= length; i += 8) {
+    __m256 value = _mm256_loadu_ps(reinterpret_cast<const float*>(from + 4 * i));
+    gradient = _mm256_or_si256(gradient, _mm256_castps_si256(value));
+    if (error != nullptr) {
+      value = _mm256_add_ps(value,
+                            _mm256_loadu_ps(reinterpret_cast<const float*>(error + 4 * i)));
+    }
+    _mm256_storeu_ps(values + i, value);
+    largest = _mm256_max_epu32(largest,
+                               _mm256_and_si256(_mm256_castps_si256(value), unsigned_bits));
+  }
+  std::uint32_t lanes[8];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), largest);
+  for (const std::uint32_t lane : lanes) most = std::max(most, lane);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes),
+                      _mm256_and_si256(gradient, unsigned_bits));
+  for (const std::uint32_t lane : lanes) any |= lane;
+#endif
+  for (; i < length; ++i) {
+    float value, old = 0.0f;
+    std::memcpy(&value, from + 4 * i, 4);
+    any |= bits_of(value) & 0x7fffffffu;
+    if (error != nullptr) {
+      std::memcpy(&old, error + 4 * i, 4);
+      value += old;
+    }
+    values[i] = value;
+    most = std::max(most, bits_of(value) & 0x7fffffffu);
+  }
+  return any != 0;
+}
+
+// Rounds the values by the scale, writes what is sent, and keeps what is decoded and what is left.
+WFBP_TARGET inline void quantize(const float* values, float scale, std::uint8_t* wire,
+                                 std::uint8_t* error, std::uint8_t* decoded, std::size_t length) {
+  constexpr float kRound = 12582912.0f;  // added to a small number, this rounds it to nearest even
+  const float inverse = 1.0f / scale;
+  std::size_t i = 0;
+#if WFBP_HAS_STREAM
+  const __m256 by = _mm256_set1_ps(inverse), back = _mm256_set1_ps(scale);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  for (; i + 32 <= length; i += 32) {
+    __m256i parts[4];
+    for (std::size_t k = 0; k < 4; ++k) {
+      const __m256 value = _mm256_loadu_ps(values + i + 8 * k);
+      parts[k] = _mm256_cvtps_epi32(_mm256_mul_ps(value, by));
+      const __m256 sent = _mm256_mul_ps(_mm256_cvtepi32_ps(parts[k]), back);
+      const std::size_t at = 4 * (i + 8 * k);
+      if (decoded != nullptr) _mm256_storeu_ps(reinterpret_cast<float*>(decoded + at), sent);
+      if (error != nullptr) {
+        _mm256_storeu_ps(reinterpret_cast<float*>(error + at), _mm256_sub_ps(value, sent));
+      }
+    }
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]),
+                                             _mm256_packs_epi32(parts[2], parts[3]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(wire + i),
+                        _mm256_permutevar8x32_epi32(bytes, order));
+  }
+#endif
+  for (; i < length; ++i) {
+    const auto element = static_cast<std::int32_t>(bits_of(values[i] * inverse + kRound) -
+                                                   bits_of(kRound));
+    const float sent = static_cast<float>(element) * scale;
+    const float left = values[i] - sent;
+    wire[i] = static_cast<std::uint8_t>(element);
+    if (decoded != nullptr) std::memcpy(decoded + 4 * i, &sent, 4);
+    if (error != nullptr) std::memcpy(error + 4 * i, &left, 4);
+  }
+}
+
+WFBP_TARGET inline void encode_int8(const std::uint8_t* from, std::uint8_t* error,
+                                    std::uint8_t* wire, std::uint8_t* decoded, std::size_t count) {
+  float values[kCodecBlock];
+  for (std::size_t start = 0; start < count; start += kCodecBlock) {
+    const std::size_t length = std::min(kCodecBlock, count - start), at = 4 * start;
+    std::uint8_t* left = error == nullptr ? nullptr : error + at;
+    std::uint8_t* out = decoded == nullptr ? nullptr : decoded + at;
+    std::uint32_t most;
+    const bool any = add_error(from + at, left, values, length, most);
+    if (!any) most = 0;
+    const bool finite = most < 0x7f800000u;
+    // Tiny blocks are sent as zeros: the inverse of a scale must be finite.
+    const bool tiny = most < bits_of(7.8886091e-31f);
+    std::uint32_t scale = 0x7fc00000u;  // NaN
+    if (finite) scale = tiny ? 0 : (bits_of(float_of(most) / 127.0f) + 0xffffu) & 0xffff0000u;
+    const auto sent = static_cast<std::uint16_t>(scale >> 16);
+    std::memcpy(wire, &sent, 2);
+    wire += 2;
+    if (finite && !tiny) {
+      quantize(values, float_of(scale), wire, left, out, length);
+    } else {
+      std::memset(wire, 0, length);
+      if (left != nullptr && any && finite) std::memcpy(left, values, 4 * length);
+      for (std::size_t i = 0; i < length; ++i) values[i] = float_of(scale);
+      if (out != nullptr) std::memcpy(out, values, 4 * length);
+    }
+    wire += length;
+  }
+}
+
+// Decodes elements of one tensor to float32, which are added to `out` if `adds`.
+template <bool adds>
+WFBP_TARGET void decode_int8(const std::uint8_t* wire, std::uint8_t* out, std::size_t count) {
+  for (std::size_t start = 0; start < count; start += kCodecBlock) {
+    const std::size_t length = std::min(kCodecBlock, count - start);
+    std::uint8_t* to = out + 4 * start;
+    std::uint16_t sent;
+    std::memcpy(&sent, wire, 2);
+    const float scale = bfloat16_to_float(sent);
+    wire += 2;
+    std::size_t i = 0;
+#if WFBP_HAS_STREAM
+    const __m256 by = _mm256_set1_ps(scale);
+    for (; i + 8 <= length; i += 8) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(wire + i));
+      __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), by);
+      auto* target = reinterpret_cast<float*>(to + 4 * i);
+      if (adds) value = _mm256_add_ps(_mm256_loadu_ps(target), value);
+      _mm256_storeu_ps(target, value);
+    }
+#endif
+    for (; i < length; ++i) {
+      float value = static_cast<float>(static_cast<std::int8_t>(wire[i])) * scale;
+      if (adds) {
+        float sum;
+        std::memcpy(&sum, to + 4 * i, 4);
+        value = sum + value;
+      }
+      std::memcpy(to + 4 * i, &value, 4);
+    }
+    wire += length;
+  }
+}
+
 template <class Format>
 Reducers reducers(Reduce average = nullptr) {
   return {reduce<Format, Sum>, reduce<Format, Min>, reduce<Format, Max>, reduce<Format, Product>,
@@ -231,6 +386,7 @@ inline Kernels kernels() {
           casts<Plain<float>, BFloat16>(),
           casts<Plain<double>, Float16>(),
           casts<Plain<double>, BFloat16>(),
+          {encode_int8, decode_int8<false>, decode_int8<true>, divide<float>},
           stream,
           fence,
           WFBP_NAME};

@@ -132,6 +132,40 @@ void reduce_shards(const py::object& shards, py::array out, const std::string& d
   wfbp::without_gil([&] { reduction.run(pointers, target, count); });
 }
 
+using Floats = py::array_t<float, py::array::c_style>;
+
+std::size_t wire_of(const Floats& elements, const py::array& wire) {
+  const auto count = static_cast<std::size_t>(elements.size());
+  if (static_cast<std::size_t>(wire.nbytes()) != wfbp::Codec::wire_bytes(count)) {
+    throw py::value_error(std::to_string(count) + " elements are encoded in " +
+                          std::to_string(wfbp::Codec::wire_bytes(count)) + " bytes, found " +
+                          std::to_string(wire.nbytes()));
+  }
+  return count;
+}
+
+void encode(const Floats& source, py::array wire, const std::string& codec, py::object error) {
+  const wfbp::Codec how = wfbp::codec_of(codec, chosen());
+  const std::size_t count = wire_of(source, wire);
+  std::uint8_t* left = nullptr;
+  if (!error.is_none()) {
+    auto array = py::cast<py::array>(error);
+    left = writable_bytes(array, "error");
+    if (array.nbytes() != source.nbytes()) throw py::value_error("error must be as the source is");
+  }
+  const auto* from = reinterpret_cast<const std::uint8_t*>(source.data());
+  std::uint8_t* to = writable_bytes(wire, "wire");
+  wfbp::without_gil([&] { how.encode(from, left, to, nullptr, count); });
+}
+
+void decode(const py::array& wire, Floats out, const std::string& codec, bool adds) {
+  const wfbp::Codec how = wfbp::codec_of(codec, chosen());
+  const std::size_t count = wire_of(out, wire);
+  std::uint8_t* to = writable_bytes(out, "out");
+  const auto* from = static_cast<const std::uint8_t*>(wire.data());
+  wfbp::without_gil([&] { (adds ? how.add : how.decode)(from, to, count); });
+}
+
 void copy(py::array target, const py::array& source) {
   std::uint8_t* to = writable_bytes(target, "target");
   if (!(source.flags() & py::array::c_style) || source.nbytes() != target.nbytes()) {
@@ -175,6 +209,10 @@ void wfbp::bind_pack(py::module_& module) {
 
   module.def("scale", &scale, py::arg("buffer").noconvert(), py::arg("dtype"), py::arg("factor"));
   module.def("copy", &copy, py::arg("target").noconvert(), py::arg("source").noconvert());
+  module.def("encode", &encode, py::arg("source").noconvert(), py::arg("wire").noconvert(),
+             py::arg("codec"), py::arg("error") = py::none());
+  module.def("decode", &decode, py::arg("wire").noconvert(), py::arg("out").noconvert(),
+             py::arg("codec"), py::arg("adds") = false);
   module.def("use_threads", &use_threads, py::arg("number"));
   module.def("use_instructions", &use_instructions, py::arg("name"));
   module.def("reduce_shards", &reduce_shards, py::arg("shards"), py::arg("out").noconvert(),

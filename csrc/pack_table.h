@@ -44,6 +44,11 @@ inline Casts casts_of(const std::string& tensor, const std::string& buffer,
                               ": only float32 and float64 can, as float16 or bfloat16");
 }
 
+inline Codec codec_of(const std::string& name, const Kernels& kernels) {
+  if (name == "int8") return kernels.int8;
+  throw std::invalid_argument("codec '" + name + "' is not int8");
+}
+
 inline void require_scalable(const Dtype& dtype, const std::string& name, double factor) {
   if (factor != 1.0 && dtype.multiply == nullptr) {
     throw std::invalid_argument("scale is " + std::to_string(factor) + " but " + name +

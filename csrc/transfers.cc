@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "native.h"
+#include "pack_table.h"
 
 namespace py = pybind11;
 
@@ -80,6 +81,33 @@ wfbp::Arrays arrays_of(const py::handle item, std::size_t item_bytes, bool write
                             static_cast<std::size_t>(array.nbytes()) / item_bytes});
   }
   return found;
+}
+
+// Describes what is sent encoded; `parts` are (start, count, error, error of the sum).
+std::shared_ptr<wfbp::Coding> make_coding(const std::string& codec, const py::sequence& parts) {
+  auto made = std::make_shared<wfbp::Coding>(
+      wfbp::Coding{wfbp::codec_of(codec, wfbp::chosen_kernels()), {}});
+  const auto address = [](const py::handle array, std::size_t count) -> std::uint8_t* {
+    if (array.is_none()) return nullptr;
+    if (!py::isinstance<py::array>(array)) throw py::type_error("an error must be an array");
+    auto error = py::reinterpret_borrow<py::array>(array);
+    if (!(error.flags() & py::array::c_style) || !error.writeable() ||
+        static_cast<std::size_t>(error.nbytes()) != count * sizeof(float)) {
+      throw py::value_error("an error must be contiguous and writeable, with a float32 for each of " +
+                            std::to_string(count) + " elements");
+    }
+    return static_cast<std::uint8_t*>(error.mutable_data());
+  };
+  for (const py::handle each : parts) {
+    const auto part = py::cast<py::tuple>(each);
+    if (part.size() != 4) throw py::value_error("a part is (start, count, error, sum_error)");
+    const auto start = py::cast<std::size_t>(part[0]), count = py::cast<std::size_t>(part[1]);
+    if (start % wfbp::kCodecBlock != 0) {
+      throw py::value_error("a part starts at " + std::to_string(start) + ", within a block");
+    }
+    made->parts.push_back({start, count, address(part[2], count), address(part[3], count)});
+  }
+  return made;
 }
 
 wfbp::Piece piece_of(const py::handle item, std::size_t item_bytes) {
@@ -162,14 +190,14 @@ std::shared_ptr<wfbp::Exchange> exchange(
     int rank, std::vector<int> agents,
     const std::vector<std::tuple<int, std::size_t, std::size_t>>& shares,
     const py::object& sources, const py::object& results, bool gathers, const std::string& dtype,
-    const std::string& op, double divisor) {
+    const std::string& op, double divisor, std::shared_ptr<wfbp::Coding> coding) {
   const wfbp::Reduction reduction = wfbp::reduction(dtype, op, divisor);
   constexpr std::size_t all = std::numeric_limits<std::size_t>::max();
   if (!window) window = std::make_shared<wfbp::Window>(wfbp::Window{all, all});
   auto made = std::make_shared<wfbp::Exchange>(wfbp::Exchange{
       std::move(window), comm, std::move(tags), rank, std::move(agents), {},
       arrays_of(sources, reduction.item, false), arrays_of(results, reduction.item, true), gathers,
-      reduction});
+      reduction, std::move(coding)});
   for (const auto& [owner, start, stop] : shares) made->shares.push_back({owner, start, stop});
   made->check();
   return freely(self, [&] {
@@ -206,6 +234,9 @@ void wfbp::bind_transfers(py::module_& module) {
            }),
            py::arg("most_bytes"), py::arg("most_chunks"));
 
+  py::class_<Coding, std::shared_ptr<Coding>>(module, "Coding")
+      .def(py::init(&make_coding), py::arg("codec"), py::arg("parts"), py::keep_alive<1, 3>());
+
   py::class_<Face>(module, "Transfers")
       .def(py::init([](std::size_t handle_bytes, std::uintptr_t isend, std::uintptr_t irecv,
                        std::uintptr_t testsome, std::uintptr_t byte, std::size_t status_bytes,
@@ -223,7 +254,7 @@ void wfbp::bind_transfers(py::module_& module) {
       .def("exchange", &exchange, py::arg("window"), py::arg("comm"), py::arg("tags"),
            py::arg("rank"), py::arg("agents"), py::arg("shares"), py::arg("sources"),
            py::arg("results"), py::arg("gathers"), py::arg("dtype"), py::arg("op"),
-           py::arg("divisor"))
+           py::arg("divisor"), py::arg("coding") = py::none())
       .def("adopt", &adopt, py::arg("request"))
       .def("progress", &progress)
       .def_property_readonly("num_over", [](const Face& self) { return self.transfers->num_over(); })

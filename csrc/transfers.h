@@ -156,9 +156,13 @@ class TransfersOf final : public Transfers {
       for (const Piece& piece : transfer->pieces) {
         transfer->reduction.run(piece.contributions, piece.result, piece.count);
       }
+      if (transfer->exchange && transfer->exchange->coding) transfer->exchange->combine(*transfer);
       start(transfer, transfer->then, transfer->tag + 1);
     }
     if (transfer->missing != 0) return;
+    if (!transfer->then.empty() && transfer->exchange && transfer->exchange->coding) {
+      transfer->exchange->decode(*transfer);
+    }
     transfer->done = true;
     if (transfer->exchange) {
       end_chunk(*transfer);

@@ -82,6 +82,23 @@ def reduce_shards(
     rounded towards zero. ``out`` is the memory of one shard, or overlaps none.
     """
 
+def encode(
+    source: npt.NDArray[np.float32],
+    wire: npt.NDArray[np.uint8],
+    codec: str,
+    error: npt.NDArray[np.float32] | None = None,
+) -> None:
+    """Encode elements of one tensor, with the ``error`` that earlier ones left, which is replaced.
+
+    ``int8``: blocks of 256 elements, each a scale in bfloat16 and then one byte per element. A
+    block of zeros keeps its error. One with infinity or NaN is decoded as NaN, and keeps it, too.
+    """
+
+def decode(
+    wire: npt.NDArray[np.uint8], out: npt.NDArray[np.float32], codec: str, adds: bool = False
+) -> None:
+    """Decode what :func:`encode` has written, or add it to ``out``."""
+
 def any_reached(watches: Sequence[tuple[Sequence[memoryview], int, bool]]) -> bool:
     """Whether any watch is reached: ``(flags, least, any)``, where the first number of all flags
     (int64), or of any, is at least ``least``."""
@@ -94,6 +111,20 @@ class Transfer:
     @property
     def ended(self) -> int:
         """Messages that have ended, so far."""
+
+class Coding:
+    """What exchanges send encoded, as ``int8`` in blocks of 256 elements that share a scale.
+
+    ``parts`` are consecutive float32 elements of one tensor: the number of the first in the
+    exchange, a multiple of 256; their count; and this rank's errors of what it sends, and of the
+    sum if it owns it, or None.
+    """
+
+    def __init__(
+        self,
+        codec: str,
+        parts: Sequence[tuple[int, int, npt.NDArray[Any] | None, npt.NDArray[Any] | None]],
+    ) -> None: ...
 
 class Window:
     """Limits the bytes and the chunks under way at once, of the exchanges of one communicator.
@@ -161,6 +192,7 @@ class Transfers:
         dtype: str,
         op: str,
         divisor: float,
+        coding: Coding | None = None,
     ) -> Exchange:
         """Start a collective in chunks: one per tag. A chunk uses its tag, which is even, and the
         odd one after it.
@@ -173,6 +205,7 @@ class Transfers:
                 first element in the buffer that they replace; None: nothing is combined.
             results: where combined shares go (one array), or where shares are (without sources).
             gathers: whether every rank gets all results.
+            coding: what travels encoded, all of it; results may then be several arrays.
 
         Raises:
             TypeError: something else than an array.

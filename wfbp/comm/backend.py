@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 from wfbp.comm.arrays import Buffer, Segment, zeroed
 from wfbp.core.types import Op
+from wfbp.native import Coding
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -95,6 +96,11 @@ class Backend(ABC):
         collectives then prefer memory of :meth:`HostBackend.zeros`; else only all-reduce does."""
         return False
 
+    @property
+    def encodes(self) -> bool:
+        """Whether there are several hosts, so that :meth:`reduce_encoded` can send less."""
+        return False
+
     def stopwatch(self) -> Callable[[], float]:
         """Return a function that gives the seconds from now until all collectives started since are
         complete; call it once they are."""
@@ -145,6 +151,20 @@ class Backend(ABC):
     ) -> Work[None]:
         """Fill every rank's block of ``buffer`` (any element type) with that rank's data. This
         rank's part of a segment is sent from there; the others' parts are received there."""
+
+    def reduce_encoded(
+        self,
+        buffer: Buffer,
+        counts: Sequence[int],
+        op: Op,
+        segments: Sequence[Segment],
+        coding: Coding,
+        results: Sequence[Segment] | None = None,
+    ) -> Work[None]:
+        """As :meth:`reduce_scatter` of float32, but messages are encoded, and so is each sum, which
+        all use as it is decoded. With ``results``, every rank gets all of them there.
+        Segments are only read within this call and ``test()``."""
+        raise NotImplementedError
 
     @abstractmethod
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:

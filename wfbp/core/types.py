@@ -75,9 +75,22 @@ WIRE_DTYPES = ("float16", "bfloat16")
 """Types that wider gradients can be narrowed to for sending."""
 
 
+CODECS = ("int8",)
+"""What float32 gradients can be encoded as for sending."""
+
+COMPRESSIONS = {"none": "", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
+"""What gradients are sent as, by the names that programs use; empty for their own type."""
+
+CODEC_BLOCK = 256
+"""Elements that share a scale, which takes two bytes."""
+
+ENCODED_FROM_BYTES = 4 << 10
+"""Tensors of at least so many bytes per rank can be encoded."""
+
+
 def wire_type(dtype: str, wire_dtype: str) -> str:
     """The type that elements of ``dtype`` are sent as: ``wire_dtype`` if it is smaller."""
-    narrows = wire_dtype and item_bytes(dtype) > item_bytes(wire_dtype)
+    narrows = wire_dtype in WIRE_DTYPES and item_bytes(dtype) > item_bytes(wire_dtype)
     return wire_dtype if narrows else dtype
 
 
@@ -125,7 +138,15 @@ class TensorSpec:
         """Number of bytes."""
         return self.numel * self.item_bytes
 
-    def wire_bytes(self, wire_dtype: str) -> int:
-        """Number of bytes sent; see :func:`~wfbp.core.types.wire_type`."""
-        sent = wire_type(self.real_dtype, wire_dtype)
+    def encodable(self, num_ranks: int) -> bool:
+        """Whether gradients of the tensor can be sent by one of :data:`CODECS`: float32 of several
+        dimensions, and large enough for so many ranks."""
+        is_large = self.nbytes >= ENCODED_FROM_BYTES * num_ranks
+        return self.dtype == "float32" and len(self.shape) > 1 and is_large and num_ranks > 1
+
+    def wire_bytes(self, wire: str) -> int:
+        """Number of bytes sent, as one of :data:`CODECS` or :data:`WIRE_DTYPES` if narrower."""
+        if wire in CODECS:
+            return self.numel + 2 * -(-self.numel // CODEC_BLOCK)
+        sent = wire_type(self.real_dtype, wire)
         return self.nbytes // item_bytes(self.real_dtype) * item_bytes(sent)

@@ -186,6 +186,29 @@ class MpiBackend(HostBackend):
             return levels.submit(data, shares, dtype, op, sources, gathers=False)
         return self._exchange(data, shares, dtype, op, sources, gathers=False)
 
+    @property
+    def encodes(self) -> bool:
+        return len(self._topology.hosts) > 1
+
+    def reduce_encoded(
+        self,
+        buffer: Buffer,
+        counts: Sequence[int],
+        op: Op,
+        segments: Sequence[Segment],
+        coding: native.Coding,
+        results: Sequence[Segment] | None = None,
+    ) -> Work[None]:
+        data = typed(buffer, "float32")
+        shares = block_ranges(self.size, buffer.nbytes, counts, "float32")
+        sources = pieces(data, shares, segments, "float32", writeable=False)
+        gathers, places = results is not None, pieces(data, shares, results or (), "float32")
+        if self._levels is not None:
+            return self._levels.submit(
+                data, shares, "float32", op, sources, places, gathers, coding=coding
+            )
+        return self._exchange(data, shares, "float32", op, sources, places, gathers, coding)
+
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> Work[None]:
@@ -326,12 +349,13 @@ class MpiBackend(HostBackend):
         sources: Sequence[Piece] | None = None,
         results: Sequence[Piece] | None = None,
         gathers: bool = True,
+        coding: native.Coding | None = None,
     ) -> MpiWork[None]:
         """Combine the ``sources``, if any, of each rank's share, into ``results`` or the buffer;
         every rank gets all results if ``gathers``."""
         # ``begin`` keeps the memory of the arrays.
         channel, places = self._channel, results or pieces(data)
-        nbytes = sum(stop - start for start, stop in shares) * data.itemsize
+        nbytes = sum(stop - start for start, stop in shares) * (1 if coding else data.itemsize)
         num_chunks = -(-nbytes // self._topology.chunking.chunk_bytes)
 
         def begin(_: Task) -> native.Exchange:
@@ -347,9 +371,10 @@ class MpiBackend(HostBackend):
                 gathers,
                 dtype,
                 *reduction(op, self.size),
+                coding,
             )
 
-        return channel.submit(data.nbytes, [TransferTask(0, begin)])
+        return channel.submit(nbytes if coding else data.nbytes, [TransferTask(0, begin)])
 
     def _next_name(self) -> str:
         """The name of the next backend that all ranks of this one make."""

@@ -28,7 +28,7 @@ from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
 from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import Channel, ProgressGroup, Task, Watch
-from wfbp.core.types import Op
+from wfbp.core.types import CODEC_BLOCK, Op
 from wfbp.native import copy, reduce_shards
 
 WAITING, READY, COMBINED, REDUCED, TAKEN = range(5)
@@ -342,8 +342,10 @@ class TwoLevel:
         results: Sequence[Piece] | None = None,
         gathers: bool = True,
         finish: Callable[[], None] | None = None,
+        coding: native.Coding | None = None,
     ) -> Work[None]:
-        """Combine each rank's share by ``op``, if any; every rank gets all if ``gathers``."""
+        """Combine each rank's share by ``op``, if any; every rank gets all if ``gathers``. With
+        ``coding``, messages between hosts are encoded."""
         channel, mine = self.channel, ([0], [data])
         how, divisor = reduction(op or Op.SUM, channel.size)
         # The owner divides; but a host's sum of halves could overflow.
@@ -367,12 +369,17 @@ class TwoLevel:
                 dtype,
                 how,
                 divisor / early,
+                coding,
             )
 
         sources, results = sources or pieces(data), results or pieces(data)
         num_chunks = max(1, -(-data.nbytes // self.chunk_bytes))
         # Each has a piece of every rank's share, so that all ranks work all the time.
-        cuts = [split(stop - start, num_chunks) for start, stop in shares]
+        unit = CODEC_BLOCK if coding else 1
+        cuts = [
+            [(a * unit, b * unit) for a, b in split((stop - start) // unit, num_chunks)]
+            for start, stop in shares
+        ]
         tasks = []
         for of_chunk in zip(*cuts, strict=True):
             bounds = [
@@ -381,7 +388,7 @@ class TwoLevel:
             ]
             sends = send if self.between_hosts else None
             tasks.append(TwoLevelTask(self, bounds, sources, results, reduce, data, gathers, sends))
-        return channel.submit(data.nbytes, tasks, finish)
+        return channel.submit(data.nbytes // (4 if coding else 1), tasks, finish)
 
     def staged(self, data: Buffer, item_bytes: int, reduce: Reduce, fingerprint: int) -> Task:
         """All-reduce of one chunk of ordinary memory, in bytes, through a staging buffer."""
