@@ -7,6 +7,8 @@ from importlib import import_module
 
 BENCHMARKS = {
     "pack": "fusion buffers filled by the extension, by NumPy, and by memcpy",
+    "codec": "gradients encoded and decoded, by set of kernels, beside memcpy",
+    "accuracy": "losses after training with fewer bytes per gradient",
     "hooks": "cost of a gradient hook on the training thread",
     "observing": "what the timeline, statistics and lines of log cost a step",
     "plan": "time to plan, by planner and number of tensors",

@@ -23,6 +23,7 @@ from xml.sax.saxutils import escape
 
 from tests.benchmarks.jobs import names
 from tests.benchmarks.training import measure, medians, save
+from wfbp.core.types import COMPRESSIONS
 
 LINKS = {
     "none": "shared memory",
@@ -62,6 +63,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hosts", type=int, default=2, help="that the ranks are on, over a link")
     parser.add_argument("--rounds", type=int, default=5, help="of all contestants, interleaved")
+    parser.add_argument("--compression", choices=COMPRESSIONS, default="none", help="of wfbp")
     parser.add_argument("--json", type=Path, help="file of all samples; what is there is kept")
     parser.add_argument("--table", type=Path, help="file for the table, in Markdown")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="SVG (default: %(default)s)")
@@ -75,6 +77,8 @@ def main(words: Sequence[str]) -> int:
     results: dict[str, Any] = {}
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())["results"]
+        if compressions(results) - {options.compression}:
+            parser.error(f"{options.json} has results of another compression: choose another file")
     contestants = ["none", *CONTESTANTS]
     if find_spec("horovod") is None:
         contestants.remove("horovod")
@@ -84,7 +88,8 @@ def main(words: Sequence[str]) -> int:
             print(f"{MODELS[model]}, {LINKS[link]}", file=sys.stderr, flush=True)
             known = "small_gpt" if model == "gpt" else model
             job = (link, options.ranks, options.hosts)
-            result = measure(known, contestants, options.rounds, *job)
+            how = options.compression
+            result = measure(known, contestants, options.rounds, *job, compression=how)
             if result is None:
                 return 1
             results.setdefault(link, {})[model] = result
@@ -95,9 +100,15 @@ def main(words: Sequence[str]) -> int:
     if options.table:
         options.table.write_text(table + "\n")
     measured = drawn(list(rows(results)))
-    if measured:
+    if measured and (options.compression == "none" or options.picture != PICTURE):
         options.picture.write_text(picture(measured))
     return 0
+
+
+def compressions(results: dict[str, Any]) -> set[str]:
+    """How wfbp sent gradients in these measurements."""
+    found = (result for models in results.values() for result in models.values())
+    return {result.get("compression", "none") for result in found}
 
 
 def milliseconds(result: dict[str, Any], key: str = "seconds") -> dict[str, float]:
@@ -203,6 +214,7 @@ def markdown(results: dict[str, Any]) -> Iterator[str]:
         "*Alone* trains without communication. *Best buckets* is DDP's fastest of 1, 5, 25 and "
         "100 MiB; its ratio has quartiles over rounds. *Predicted* is wfbp's forecast for its "
         "plan. *CPU* is the CPU time of all threads, of wfbp / best DDP."
+        + "".join(f" wfbp sends {name}." for name in compressions(results) - {"none"})
     )
 
 

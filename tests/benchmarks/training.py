@@ -22,6 +22,7 @@ from tests.benchmarks.machine import environment
 from tests.benchmarks.models import FURTHER_MODELS, MODELS
 from wfbp.bench.training import check_contestant
 from wfbp.cli.tables import print_table
+from wfbp.core.types import COMPRESSIONS
 
 ALONE = "none"
 """The contestant that does not communicate."""
@@ -48,6 +49,7 @@ def measure(
     ranks: int = 2,
     hosts: int = 2,
     variables: Mapping[str, str] = MappingProxyType({}),
+    compression: str = "none",
 ) -> dict[str, Any] | None:
     """The document of ``wfbp bench training --json``, with the link; None if it failed.
 
@@ -56,10 +58,11 @@ def measure(
         contestants: their names.
         rounds: blocks of each contestant.
         link, ranks, hosts, variables: see :func:`document_of`.
+        compression: how wfbp's contestants send gradients.
     """
     words = ["-m", "wfbp", "bench", "training", "--json", "--rounds", str(rounds)]
     words += ["--model", f"tests.benchmarks.models:{model.upper()}"]
-    words += ["--contestants", ",".join(contestants)]
+    words += ["--contestants", ",".join(contestants), "--compression", compression]
     document = document_of(words, link, ranks, hosts, variables)
     return document and {**document, "link": link}
 
@@ -111,8 +114,14 @@ def print_contestants(title: str, document: Mapping[str, Any], others: Others = 
     """Print the table of a model."""
     headings = ["<contestant", "median ms", "IQR", *(f"of {name}" for name in others)]
     headings += ["predicted ms", "error", "T/LB", "CPU ms", "plan"]
-    where = f"{document['ranks']} ranks, {place(document['link'])}"
+    where = f"{document['ranks']} ranks, {place(document['link'])}{sent(document)}"
     print_table(f"{title}, {where}", headings, table(document, others))
+
+
+def sent(document: Mapping[str, Any]) -> str:
+    """What a title adds if wfbp sends gradients in another way than the others."""
+    compression = document.get("compression", "none")
+    return "" if compression == "none" else f", wfbp sends {compression}"
 
 
 def save(file: str | Path, results: Any) -> None:
@@ -130,7 +139,8 @@ def main(words: Sequence[str]) -> int:
     results = []
     for model in options.models:
         job = (options.link, options.np, options.hosts)
-        document = measure(model, options.contestants, options.rounds, *job)
+        how = options.compression
+        document = measure(model, options.contestants, options.rounds, *job, compression=how)
         if document is None:
             return 1
         results.append(document)
@@ -146,6 +156,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
         prog="python -m tests.benchmarks training", description=__doc__
     )
     parser.add_argument("--contestants", type=contestants, default=CONTESTANTS)
+    parser.add_argument("--compression", choices=COMPRESSIONS, default="none", help="of wfbp")
     add_arguments(parser, MODELS, [name for name in MODELS if name not in FURTHER_MODELS])
     return parser.parse_args(words)
 

@@ -11,6 +11,7 @@ import numpy as np
 from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.ranks import counted
+from wfbp.core.types import COMPRESSIONS
 from wfbp.errors import WfbpError
 
 
@@ -28,8 +29,16 @@ def command() -> None:
 )
 @click.option("--rounds", type=click.IntRange(1, 1000), default=20)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
+@click.option(
+    "--compression",
+    type=click.Choice(list(COMPRESSIONS)),
+    default="none",
+    help="How wfbp's contestants send gradients; the others send them as they are.",
+)
 @json_option
-def training(model: str, contestants: str, rounds: int, device: str, as_json: bool) -> None:
+def training(
+    model: str, contestants: str, rounds: int, device: str, compression: str, as_json: bool
+) -> None:
     """Time training iterations, after checking that results agree.
 
     FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
@@ -45,7 +54,7 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     make = benchmark.model_named(model)
     for name in names:
         benchmark.check_contestant(name)
-    results = benchmark.run_or_abort(make, names, rounds, device)
+    results = benchmark.run_or_abort(make, names, rounds, device, compression)
     if results is None:
         return
     (base,) = (c for c in results if c.name == benchmark.REFERENCE)
@@ -65,11 +74,13 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
             "cpu_seconds": {c.name: c.cpu_seconds for c in results},
             "reports": {c.name: c.report for c in results if c.report},
         }
-        click.echo(json.dumps({**about, "model": model, "device": device, **measured}))
+        chosen = {"model": model, "device": device, "compression": compression}
+        click.echo(json.dumps({**about, **chosen, **measured}))
         return
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    sent = "" if compression == "none" else f", wfbp sends {compression}"
     print_table(
-        f"Iterations of {model}",
+        f"Iterations of {model}{sent}",
         ("<", "median ms", "IQR ms", "CPU ms", "predicted ms", f"of {benchmark.REFERENCE}"),
         rows,
         [f"{counted(about['ranks'], 'rank')}; {about['machine']}; {about['mpi']}; {versions}"],

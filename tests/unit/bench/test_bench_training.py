@@ -12,9 +12,16 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("mpi4py")
 
-from tests.benchmarks import papers, regret, training
+import torch
+
+import wfbp.torch
+from tests.benchmarks import papers, peers, regret, training
 from tests.benchmarks.papers import CLAIMS, Claim, claim_rows, measured, published_mgwfbp
 from tests.benchmarks.training import contestants, print_contestants, save, table
+from tests.support.cli_runs import assert_refused
+from tests.support.cli_runs import wfbp as wfbp_command
+from wfbp.bench import training as ranks
+from wfbp.core.types import COMPRESSIONS
 
 CLAIM = Claim("oasr", ("layerwise", "mgwfbp"), "0.84 to 0.95", "a paper")
 REPORT = {"predicted_iteration_s": 1.0, "schedule": "oasr", "num_groups": 3, "overlap": False}
@@ -106,3 +113,41 @@ def test_every_claim_has_a_row() -> None:
     assert len(rows) == len(CLAIMS)
     assert {len(headings)} == set(map(len, rows))
     assert published_mgwfbp("10GbE") == "0.60 to 0.91"
+
+
+@pytest.mark.parametrize(("benchmark", "link"), [(training, "--link"), (peers, "--links")])
+def test_compression_reaches_the_optimizers(
+    benchmark: Any, link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the benchmark to the command that its ranks run, and from there to wfbp alone."""
+    jobs: list[Any] = []
+    monkeypatch.setattr(training, "document_of", lambda words, *job: jobs.append(words))
+    assert benchmark.main(["--models", "mlp", link, "none", "--compression", "int8"]) == 1
+    given: list[Any] = []
+    monkeypatch.setattr(ranks, "run_or_abort", lambda *arguments: given.append(arguments))
+    assert wfbp_command(*jobs[0][2:]).code == 0
+    made: list[Any] = []
+    monkeypatch.setattr(wfbp.torch, "DistributedOptimizer", lambda *_, **by: made.append(by))
+    model = torch.nn.Linear(1, 1)
+    for name in ("wfbp-single", ranks.REFERENCE):
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        ranks.make_contestant(name, model, sgd, given[0][-1])
+    assert [(by["schedule"], by["compression"]) for by in made] == [("single", "int8")]
+
+
+def test_titles_tell_the_compression(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = document(none=0.5, mpi_per_tensor=1.0, ddp=2.0, wfbp_auto=1.2) | {"compression": "int8"}
+    print_contestants("A model", found)
+    assert "shared memory, wfbp sends int8" in capsys.readouterr().out
+    results = {"none": {"mlp": found}}
+    assert list(peers.markdown(results))[-1].endswith(" wfbp sends int8.")
+    save(tmp_path / "int8.json", results)
+    with pytest.raises(SystemExit):
+        peers.main(["--json", str(tmp_path / "int8.json")])
+    assert "has results of another compression" in capsys.readouterr().err
+
+
+def test_each_compression_has_a_tolerance() -> None:
+    assert ranks.TOLERANCES.keys() == COMPRESSIONS.keys()
+    refused = wfbp_command("bench", "training", "--compression", "int4")
+    assert_refused(refused, "'int4' is not one of 'none', 'fp16', 'bf16', 'int8'")
