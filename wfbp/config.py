@@ -12,6 +12,7 @@ from typing import Any
 
 from wfbp.core.checks import one_of
 from wfbp.core.planners import SCHEDULES
+from wfbp.core.types import COMPRESSIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Config:
     Args:
         schedule: planner that groups gradients, if the program does not choose one; ``auto``,
             ``oasr``, ``hybrid`` and ``single`` are recommended.
+        compression: how gradients are sent if the program does not choose: ``none``, ``fp16``,
+            ``bf16`` or ``int8``.
         threshold_bytes: group size of the ``threshold`` schedule and of the first steps, and start
             of those that ``dear`` tries; a variable may have a unit, as in ``25M``.
         zero_copy_min_bytes: tensors of at least this size are not packed; may have a unit.
@@ -54,6 +57,7 @@ class Config:
     """
 
     schedule: str = "auto"
+    compression: str = "none"
     threshold_bytes: int = 25 * 2**20
     zero_copy_min_bytes: int = 2**18
     shared_memory: bool = True
@@ -89,6 +93,7 @@ class Config:
                 "first one first"
             )
         one_of("schedule", self.schedule, SCHEDULES)
+        one_of("compression", self.compression, tuple(COMPRESSIONS))
         one_of("log_level", self.log_level, LOG_LEVELS)
 
     @classmethod

@@ -183,6 +183,7 @@ RUNTIME = (
     "tuning",
     "timeline_files",
     "buffers",
+    "coded_buffer",
     "progress",
     "lane",
     "runtime",

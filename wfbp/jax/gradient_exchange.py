@@ -56,6 +56,8 @@ class ExchangeDescription:
             "op": str(self.options.op),
             "schedule": self.options.schedule,
             "bytes": self.options.threshold_bytes,
+            "compression": self.options.wire,
+            "exceptions from compression": self.options.wires,
         }
         return describe_specs(self.specs), settings
 

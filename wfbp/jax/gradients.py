@@ -28,7 +28,7 @@ from wfbp.jax.collective_primitive import is_compiling
 from wfbp.jax.gradient_exchange import ExchangeDescription, exchange_registry
 from wfbp.jax.trees import is_value
 from wfbp.runtime import process
-from wfbp.runtime.arguments import FLOATING, ReducerOptions
+from wfbp.runtime.arguments import FLOATING, Compression, ReducerOptions, wires_of
 from wfbp.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -89,13 +89,16 @@ def describe(
     schedule: str | None,
     threshold_bytes: int | None,
     name: str | None,
+    compression: Compression | None,
     config: Config,
     specs: Sequence[TensorSpec],
 ) -> ExchangeDescription:
     """One exchange of gradients; None means the environment's setting, ``user`` is for messages."""
     schedule = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
-    options = ReducerOptions(schedule, limit_bytes, op, name=name or user)
+    names = [] if specs is _ANY else [spec.name for spec in specs]
+    wire, wires = wires_of(config.compression if compression is None else compression, names)
+    options = ReducerOptions(schedule, limit_bytes, op, name=name or user, wire=wire, wires=wires)
     options.check(specs, user)
     return ExchangeDescription(tuple(specs), options)
 
@@ -211,6 +214,7 @@ def value_and_grad(
     schedule: str | None = None,
     threshold_bytes: int | None = None,
     name: str | None = None,
+    compression: Compression | None = None,
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` whose gradients are averaged over all ranks.
 
@@ -228,6 +232,7 @@ def value_and_grad(
         threshold_bytes: group size of ``threshold``. The default is ``WFBP_THRESHOLD_BYTES``, or
             25 MiB without it.
         name: for messages; exchanges that may run at once need different names.
+        compression: how gradients are sent, as for :class:`wfbp.GradientReducer`.
 
     Returns:
         A function of the same arguments as ``fun``.
@@ -249,7 +254,7 @@ def value_and_grad(
     both = jax.value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
     listed = argnums if isinstance(argnums, Sequence) else (argnums,)
     numbers = tuple(map(operator.index, listed))
-    make = partial(describe, user, op, schedule, threshold_bytes, name)
+    make = partial(describe, user, op, schedule, threshold_bytes, name, compression)
     # Functions may be made before init(), where modules are loaded.
     make(process.current(user).config if process.is_initialized() else Config(), _ANY)
 
@@ -281,6 +286,7 @@ def grad(
     schedule: str | None = None,
     threshold_bytes: int | None = None,
     name: str | None = None,
+    compression: Compression | None = None,
 ) -> Callable[..., Any]:
     """``jax.grad`` whose gradients are averaged over all ranks; see :func:`value_and_grad`.
 
@@ -300,6 +306,7 @@ def grad(
         schedule=schedule,
         threshold_bytes=threshold_bytes,
         name=name,
+        compression=compression,
     )
 
     @functools.wraps(fun, updated=())
@@ -317,6 +324,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     schedule: str | None = None,
     threshold_bytes: int | None = None,
     name: str | None = None,
+    compression: Compression | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optax transformation so that it gets gradients averaged over all ranks.
 
@@ -327,7 +335,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         optimizer: any optax transformation.
-        op, schedule, threshold_bytes, name: as in :func:`value_and_grad`.
+        op, schedule, threshold_bytes, name, compression: as in :func:`value_and_grad`.
 
     Returns:
         A transformation with the same state.
@@ -359,7 +367,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"{remedy}"
         )
     inner = optax.with_extra_args_support(optimizer)
-    make = partial(describe, "DistributedOptimizer", op, schedule, threshold_bytes, name)
+    make = partial(
+        describe, "DistributedOptimizer", op, schedule, threshold_bytes, name, compression
+    )
     make(runtime.config, _ANY)
 
     def update(

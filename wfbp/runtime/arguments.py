@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from numbers import Integral
 
 from wfbp.core.planners import check_schedule
-from wfbp.core.types import WIRE_DTYPES, Op, TensorSpec
+from wfbp.core.types import (
+    CODECS,
+    COMPRESSIONS,
+    WIRE_DTYPES,
+    Op,
+    TensorSpec,
+    wire_type,
+)
+
+WIRES = (*WIRE_DTYPES, *CODECS)
 
 FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
@@ -23,7 +34,20 @@ class ReducerOptions:
     passes: int = 1  # backward passes per step; a tensor is ready after so many gradients
     decouples: bool = False  # whether each rank may update its shards, and ``Reducer.gather`` them
     name: str = "optimizer"  # for messages
-    wire_dtype: str = ""  # of WIRE_DTYPES, for wider gradients; empty for their own
+    wire: str = ""  # of WIRES, how gradients are sent; empty for their own type
+    wires: tuple[tuple[str, str], ...] = ()  # exceptions: a tensor's name, and how it is sent
+
+    def wire_of(self, spec: TensorSpec, num_ranks: int) -> str:
+        """How a tensor's gradients are sent between so many ranks, of WIRES; or empty."""
+        wire = _by_name(self.wires).get(spec.name, self.wire)
+        if wire in CODECS:
+            return wire if spec.encodable(num_ranks) else ""
+        return wire if wire and wire_type(spec.real_dtype, wire) != spec.real_dtype else ""
+
+    def without_codecs(self) -> ReducerOptions:
+        """The same, but nothing is encoded: no message leaves the host."""
+        wires = tuple((name, "" if wire in CODECS else wire) for name, wire in self.wires)
+        return replace(self, wire="" if self.wire in CODECS else self.wire, wires=wires)
 
     def check(self, specs: Sequence[TensorSpec], user: str = "") -> None:
         """Raise unless these tensors' gradients can be reduced; ``user`` is for messages."""
@@ -36,8 +60,9 @@ class ReducerOptions:
             raise ValueError(
                 f"op is {self.op}; gradients can be combined by {Op.AVERAGE} or {Op.SUM}"
             )
-        if self.wire_dtype and self.wire_dtype not in WIRE_DTYPES:
-            raise ValueError(f"wire_dtype is {self.wire_dtype!r}; expected one of {WIRE_DTYPES}")
+        for wire in {self.wire, *dict(self.wires).values()} - {""}:
+            if wire not in WIRES:
+                raise ValueError(f"wire is {wire!r}; expected one of {', '.join(WIRES)}")
         if self.passes < 1:
             raise ValueError(f"backward_passes_per_step is {self.passes}; expected at least 1")
         if not specs:
@@ -48,6 +73,62 @@ class ReducerOptions:
         for spec in specs:
             if spec.dtype not in FLOATING:
                 raise ValueError(f"{spec.name} is {spec.dtype}; expected one of {FLOATING}")
+
+
+@lru_cache
+def _by_name(wires: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    return dict(wires)
+
+
+Compression = str | Mapping[str, str]
+"""One of ``core.types.COMPRESSIONS``, or rules: these by patterns of tensors' names."""
+
+
+def wires_of(
+    compression: object,
+    names: Sequence[str],
+    exempt: Collection[str] = (),
+    known: Sequence[str] = (),
+) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """How gradients of these names are sent, as ``ReducerOptions.wire`` and ``wires``.
+
+    Of rules the first whose pattern matches counts; without one for ``*`` the rest are sent as
+    they are. ``names`` are empty while they are unknown. ``exempt`` tensors are only encoded if
+    another pattern than ``*`` names them. ``known`` are further names that rules may be for.
+    """
+    given = compression if isinstance(compression, Mapping) else {"*": compression}
+    rules = {str(pattern): _wire_of(value) for pattern, value in given.items()}
+    for pattern in rules:
+        if names and pattern != "*" and not any(_matches(name, pattern) for name in known or names):
+            raise ValueError(
+                f"compression has a rule for {pattern!r}, which matches no name; there are "
+                f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+            )
+    rest = rules.get("*", "")
+    exceptions = []
+    for name in names:
+        pattern = next((p for p in rules if _matches(name, p)), "*")
+        if pattern != "*":
+            exceptions.append((name, rules[pattern]))
+        elif name in exempt and rest in CODECS:
+            exceptions.append((name, ""))
+    return rest, tuple(exceptions)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)  # JAX's names have brackets
+
+
+def _wire_of(value: object) -> str:
+    if not isinstance(value, str) or value not in COMPRESSIONS:
+        known = ", ".join(map(repr, COMPRESSIONS))
+        shown = getattr(value, "__name__", None) or repr(value)
+        raise ValueError(
+            f"compression is {shown}; expected one of {known}, or a mapping from patterns of names "
+            "to these: gradients are encoded while they are packed, so no other compressor is "
+            "called"
+        )
+    return COMPRESSIONS[value]
 
 
 def _check_whole(name: str, value: object) -> None:

@@ -17,7 +17,14 @@ from wfbp.comm.arrays import Buffer, MemoryAt, Segment, storage_dtype
 from wfbp.comm.backend import Work
 from wfbp.comm.memory import Memory, SlotTable
 from wfbp.core.plan import Plan, aligned, layout
-from wfbp.core.types import Op, Operation, TensorSpec, item_bytes, wire_type
+from wfbp.core.types import (
+    CODEC_BLOCK,
+    Op,
+    Operation,
+    TensorSpec,
+    item_bytes,
+    wire_type,
+)
 from wfbp.runtime.step import BufferView, Gather, Lent, Step, StepResult
 
 _STEP_BITS, _CALL_BITS, _MARK_BITS = 6, 6, 4
@@ -48,8 +55,11 @@ class GroupBuffer:
         op: Op,
         memory: Memory,
         wire_dtype: str = "",
+        positions: Sequence[int] | None = None,
     ) -> None:
+        """The message of these ``positions`` of the group, by default all."""
         this = plan.groups[group]
+        tensors = this.tensors if positions is None else [this.tensors[p] for p in positions]
         self._memory = memory
         self._op = op
         self._is_gather = this.operation is Operation.ALL_GATHER
@@ -60,13 +70,13 @@ class GroupBuffer:
         self._tensor_dtype = plan.dtype(group)
         self.dtype = wire_type(self._tensor_dtype, wire_dtype)
         self._casts = self.dtype != self._tensor_dtype  # results are then cast back
-        self._members = [members[k] for k in this.tensors]
+        self._members = [members[k] for k in tensors]
         self._pick = picker(self._members)
         self._segments: list[Segment] = []
         self._delivered: set[int] = set()
         self.num_moves = 0
         self.dropped: set[int] = set()  # addresses of results that are the program's alone now
-        self._lay_out([plan.tensors[k] for k in this.tensors], size)
+        self._lay_out([plan.tensors[k] for k in tensors], size)
         # The last group of backward carries the step's flags, so no step needs to negotiate.
         self._flagged = list(members) if group == plan.num_backward - 1 else []
         num_flags = len(members) + NUM_STEP_FLAGS if self._flagged else 0
@@ -79,7 +89,7 @@ class GroupBuffer:
         self._message = self._results = self._new_message()
         if self._casts:
             self._results = self._new_results()
-        self._other: _Storage | None = None
+        self._other: Storage | None = None
 
     def _lay_out(self, specs: Sequence[TensorSpec], size: int) -> None:
         """Decide the tensors' offsets in a block, and which of them are not packed."""
@@ -88,7 +98,7 @@ class GroupBuffer:
         self._nbytes = [spec.nbytes for spec in specs]
         limit = self._memory.zero_copy_min_bytes
         if self._casts or limit is None:
-            limit = max(self._nbytes) + 1
+            limit = max(self._nbytes, default=0) + 1
         large = [p for p, nbytes in enumerate(self._nbytes) if nbytes >= limit]
         small = [p for p, nbytes in enumerate(self._nbytes) if nbytes < limit]
         starts, end = layout([self._wire_bytes(shard_bytes(specs[p], size)) for p in large + small])
@@ -108,11 +118,11 @@ class GroupBuffer:
         """Bytes in the message for so many bytes of a tensor."""
         return nbytes // item_bytes(self._tensor_dtype) * item_bytes(self.dtype)
 
-    def _new_message(self) -> _Storage:
+    def _new_message(self) -> Storage:
         prefers = self.whole or self._memory.backend.on_two_levels
         data = self._memory.zeros(self.nbytes, travels=prefers)
         offsets = [self._own * self._block_bytes + offset for offset in self._offsets]
-        message = _Storage(self._memory, data, offsets, self._own_bytes)
+        message = Storage(self._memory, data, offsets, self._own_bytes)
         message.copies_segments = self.whole and self._memory.backend.copies_segments(data)
         every, own = range(len(self._counts)), [self._own]
         message.packing = self._table(data, own if self._is_gather else every)
@@ -126,9 +136,9 @@ class GroupBuffer:
             message.tails = [block[self._tail : self._tail_end].view(elements) for block in blocks]
         return message
 
-    def _new_results(self) -> _Storage:
+    def _new_results(self) -> Storage:
         offsets, end = layout(self._own_bytes)
-        return _Storage(self._memory, self._memory.zeros(aligned(end)), offsets, self._own_bytes)
+        return Storage(self._memory, self._memory.zeros(aligned(end)), offsets, self._own_bytes)
 
     def _table(self, data: Buffer, ranks: Sequence[int]) -> _PieceTable:
         """A table of the packed tensors' pieces in some blocks."""
@@ -202,7 +212,7 @@ class GroupBuffer:
             k, nbytes = self._members[position], self._nbytes[position]
             offset = self._offsets[position]
             if not self.whole:
-                data = _memory_at(sources[position], nbytes, step.owners[k])
+                data = memory_at(sources[position], nbytes, step.owners[k])
                 self._segments.append(Segment(offset, data, counts))
                 continue
             assert isinstance(step, Step)
@@ -210,12 +220,12 @@ class GroupBuffer:
             # Memory without an owner may be freed if a step fails, so it is copied, unless the
             # backend would not read it afterwards.
             if sources[position] and (message.copies_segments or owner is not None):
-                data = _memory_at(sources[position], nbytes, owner)
+                data = memory_at(sources[position], nbytes, owner)
                 sources[position] = message.addresses[position]  # nothing is copied
             else:
                 data = self.result(position)
             if message.copies_segments and step.targets and step.targets[k]:
-                result = _memory_at(step.targets[k], nbytes, None)
+                result = memory_at(step.targets[k], nbytes, None)
                 self._delivered.add(k)
             self._segments.append(Segment(offset, data, (), result))
         return tuple(sources)
@@ -277,7 +287,7 @@ class GroupBuffer:
 _ONE_AS_BFLOAT16 = 0x3F80
 
 
-class _Storage:
+class Storage:
     """Memory of a message or its results: ``addresses`` of results, ``slots`` of nonempty ones."""
 
     def __init__(
@@ -324,7 +334,7 @@ class _PieceTable:
         self.table.pointers[:] = pieces
 
 
-def _memory_at(address: int, nbytes: int, owner: object) -> Buffer:
+def memory_at(address: int, nbytes: int, owner: object) -> Buffer:
     """The bytes at an address, which keep their owner alive; zeros for address 0."""
     return np.asarray(MemoryAt(address, nbytes, owner)) if address else np.zeros(nbytes, np.uint8)
 
@@ -350,8 +360,12 @@ def step_flags(number: int, call: int | None, mark: int | None) -> tuple[bool, .
 
 
 def shard_bytes(spec: TensorSpec, size: int) -> int:
-    """Bytes of the first and largest shard of a tensor, a multiple of the alignment."""
+    """Bytes of the first and largest shard of a tensor: whole blocks if it can be encoded, whole
+    vectors otherwise."""
     equal = -(-spec.numel // size) * spec.item_bytes
+    if spec.encodable(size):
+        block = CODEC_BLOCK * spec.item_bytes
+        return -(-equal // block) * block
     return aligned(equal)
 
 

@@ -14,10 +14,11 @@ from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan, split_by_dtype
 from wfbp.core.ranks import counted
 from wfbp.core.sequencer import Sequencer
-from wfbp.core.types import TensorSpec
+from wfbp.core.types import CODECS, TensorSpec
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import GroupBuffer
+from wfbp.runtime.coded_buffer import ErrorFeedback, MixedBuffer, make_buffer
 from wfbp.runtime.progress.channel import ControlChannel
 from wfbp.runtime.progress.loop import Reply, needs_of
 from wfbp.runtime.progress.stall import Members, Need
@@ -50,8 +51,11 @@ class Lane:
     :class:`Gather` must precede all events of the next step.
     """
 
-    def __init__(self, backend: Backend, memory: Memory, options: ReducerOptions) -> None:
+    def __init__(
+        self, backend: Backend, memory: Memory, options: ReducerOptions, specs: Sequence[TensorSpec]
+    ) -> None:
         self.backend = backend
+        self.errors = ErrorFeedback(specs, backend.rank, backend.size)
         # The training thread appends and the lane takes: a deque's operations are atomic.
         self.events: deque[GroupReady | Close | Gather] = deque()
         self.reply: Reply[StepResult] = Reply()
@@ -70,11 +74,11 @@ class Lane:
 
     def install(
         self, plan: Plan, members: Sequence[int], costs: Costs | None = None
-    ) -> list[GroupBuffer]:
+    ) -> list[GroupBuffer | MixedBuffer]:
         """Use another plan from the next step on; returns a buffer per group."""
         self._memory.settle()
         self._gather = None  # else it would keep memory that no plan uses any more
-        self.buffers = self._make_buffers(plan, members)
+        self.buffers = self._make_buffers(plan, members, encodes=True)
         step_bytes = self.backend.step_bytes
         self._expected_s: list[float | None] = []
         self._step_s: list[float | None] = []
@@ -92,27 +96,35 @@ class Lane:
         self._described = plan, self._sequencer
         return self.buffers
 
-    def _make_buffers(self, plan: Plan, members: Sequence[int]) -> list[GroupBuffer]:
-        options, buffers = self._options, []
-        for group in range(len(plan.groups)):
-            wire = options.wire_dtype if group < plan.num_backward else ""
-            buffers.append(GroupBuffer(plan, group, members, options.op, self._memory, wire))
+    def _make_buffers(
+        self, plan: Plan, members: Sequence[int], encodes: bool
+    ) -> list[GroupBuffer | MixedBuffer]:
+        options, backend, buffers = self._options, self.backend, []
+        for number, group in enumerate(plan.groups):
+            wires = [""] * len(group.tensors)
+            if number < plan.num_backward:
+                wires = [options.wire_of(plan.tensors[k], backend.size) for k in group.tensors]
+            if not encodes:
+                wires = ["" if wire in CODECS else wire for wire in wires]
+            buffers.append(
+                make_buffer(plan, number, members, options.op, self._memory, wires, self.errors)
+            )
         return buffers
 
     def reduce_now(
         self, channel: ControlChannel, specs: Sequence[TensorSpec], gradients: Sequence[GradientRef]
     ) -> list[BufferView | None]:
         """Reduce gradients outside of the plan, in new storage, between two steps; None where no
-        rank has one. Collective; on the training thread."""
+        rank has one. None is encoded. Collective; on the training thread."""
         memory = self._memory
         step = Step(0, [address for address, _ in gradients], [owner for _, owner in gradients], [])
         _, dependencies = memory.close()
         plan = Plan("unplanned", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
         memory.settle()
-        buffers = self._make_buffers(plan, range(len(specs)))
+        buffers = self._make_buffers(plan, range(len(specs)), encodes=False)
         for buffer in buffers:
 
-            def send(_: Backend, buffer: GroupBuffer = buffer) -> Work[None]:
+            def send(_: Backend, buffer: GroupBuffer | MixedBuffer = buffer) -> Work[None]:
                 memory.begin_packing(dependencies)
                 buffer.pack(step)
                 memory.end_packing()
@@ -231,6 +243,8 @@ class Lane:
                 "equally often, in the same order"
             )
         result.stamps, self._stamps = self._stamps, []
+        if result.discarded:
+            self.errors.drop()
         self.reply.put(result)
 
     @property

@@ -42,6 +42,7 @@ def make_report(tuner: Tuner, num_steps: int) -> Document:
         "num_groups": len(tuner.plan.groups),
         "num_tensors": len(tuner.plan.tensors),
         "total_bytes": tuner.wire_bytes,
+        "sent_as": tuner.sent_as,
         "overlap": tuner.plan.overlap,
         "kappa": tuner.costs.kappa if tuner.costs else None,
         "predicted_iteration_s": predicted.iteration_s if predicted else None,

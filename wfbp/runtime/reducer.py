@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from wfbp.comm.locations import Location, in_host_memory
 from wfbp.comm.memory import Dependencies, Stamp
 from wfbp.core.cost import Costs
-from wfbp.core.types import TensorSpec
+from wfbp.core.types import CODECS, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import shard_range
@@ -74,6 +74,9 @@ class Reducer:
         channel: ControlChannel | None = None,
     ) -> None:
         options.check(specs)
+        given = options
+        if not runtime.backend.encodes:
+            options = options.without_codecs()
         # The tensors, and the ranks that reduce them.
         self.specs = tuple(specs)
         self._number_of = {spec: k for k, spec in enumerate(specs)}
@@ -96,7 +99,8 @@ class Reducer:
             "schedule": options.schedule,
             "threshold_bytes": options.threshold_bytes,
             "op": str(options.op),
-            "compression": options.wire_dtype or "none",
+            "compression": given.wire or "none",
+            "exceptions from compression": given.wires,
             "shares the update": options.decouples,
             "plan": self.tuner.plan.digest,
         }
@@ -112,9 +116,15 @@ class Reducer:
         with runtime.in_turn(channel, f"{name}: making a lane"):
             backend, control_backend = runtime.lease(channel)
             self.memory = memory = location(runtime, backend, channel.call)
+        wires = {options.wire_of(spec, runtime.size) for spec in specs}
+        if memory.sends_flags_separately and not wires.isdisjoint(CODECS):
+            raise ValueError(
+                f"{self.who}: gradients are encoded in the memory of hosts, and these are on a "
+                "device; use compression='bf16'"
+            )
         # Separate, because ranks may end the steps of several reducers in different orders.
         self.channel = runtime.channel_on(control_backend, name)
-        self._lane = lane = Lane(backend, memory, options)
+        self._lane = lane = Lane(backend, memory, options, specs)
         self._events, self._thread = lane.events, runtime.thread
         self._closed = False
 
@@ -481,6 +491,7 @@ class Reducer:
         )
         unplanned = sorted({k for message in messages for k in message["unplanned"]})
         if unplanned:
+            self._lane.errors.drop(unplanned)
             views = self._lane.reduce_now(
                 self.channel,
                 [self.specs[k] for k in unplanned],

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+
+from wfbp.runtime import arguments
 
 
 class Compressor:
@@ -54,3 +59,39 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+Choice = str | type[Compressor] | Mapping[str, "str | type[Compressor]"]
+"""An optimizer's compression; see :func:`wfbp.torch.DistributedOptimizer`."""
+
+
+def wires_of(
+    compression: Choice,
+    named: Sequence[tuple[str, torch.Tensor]],
+    known: Sequence[tuple[str, torch.Tensor]] | None = None,
+) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """How gradients of these parameters are sent; embeddings exactly, unless a rule names them.
+    Rules may also be for other ``known`` parameters."""
+    kinds = {getattr(Compression, name): name for name in ("none", "fp16", "bf16")}
+
+    def named_choice(choice: object) -> object:
+        return kinds.get(choice, choice) if isinstance(choice, type) else choice
+
+    if isinstance(compression, Mapping):
+        given: object = {k: named_choice(choice) for k, choice in compression.items()}
+        encodes = "int8" in compression.values()
+    else:
+        given, encodes = named_choice(compression), compression == "int8"
+    embeddings = _embeddings() if encodes else set()
+    exempt = {name for name, param in named if id(param) in embeddings}
+    return arguments.wires_of(
+        given, [name for name, _ in named], exempt, [name for name, _ in known or ()]
+    )
+
+
+def _embeddings() -> set[int]:
+    """The ids of all parameters of embeddings."""
+    # An optimizer knows parameters, but no modules.
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    modules = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    return {id(param) for module in modules for param in module.parameters(recurse=False)}

@@ -22,6 +22,7 @@ from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.clipping import Limit
 from wfbp.torch.compiling import uncompiled
+from wfbp.torch.compression import Choice, wires_of
 from wfbp.torch.gradient_sync import OptimizerSync
 from wfbp.torch.original import check_params, named_params, take_place, wrapped_of
 from wfbp.torch.own_methods import Differentiation, differentiable, is_own_method, resumed_by
@@ -163,12 +164,14 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         options: ReducerOptions,
         sparse_as_dense: bool,
         check_parameters: bool = True,
+        compression: Choice = "none",  # of parameters that are added
     ) -> None:
         """Take the original's place; a collective."""
         self._wfbp_original = original
         self._wfbp_runtime = runtime
         self._wfbp_known = known
         self._wfbp_options = options
+        self._wfbp_choice = compression
         self._wfbp_sparse_as_dense = sparse_as_dense
         self._wfbp_check_parameters = check_parameters
         self._wfbp_skip = False
@@ -183,6 +186,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def _wfbp_renew(self, previous: OptimizerSync | None, complete: bool = False) -> None:
         """Make a new exchange of gradients, which replaces a previous one; collective."""
         named = named_params(self, self._wfbp_known, complete)
+        wire, wires = wires_of(self._wfbp_choice, named, self._wfbp_known)
+        self._wfbp_options = replace(self._wfbp_options, wire=wire, wires=wires)
         runtime = self._wfbp_runtime
         if previous is not None and (previous.runtime is not runtime or previous.successor):
             previous = None  # it has let the parameters go
@@ -709,7 +714,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
             * ``schedule``, ``plan`` (in words), ``plan_digest``, ``overlap`` (whether messages are
               sent during backward), ``num_groups`` (messages), ``num_tensors``, ``total_bytes`` (in
-              messages, per step).
+              messages, per step), ``sent_as`` (``elements`` and ``bytes`` of these by type).
             * ``phase``: ``warm-up``, ``profile``, ``trial`` or ``installed``; ``steps`` so far.
             * In seconds: ``measured_iteration_s`` and ``exposed_s`` (waiting for communication),
               medians of the last steps; ``predicted_iteration_s``, ``predicted_exposed_s``, and

@@ -18,7 +18,7 @@ from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
-from wfbp.torch.compression import Compression, Compressor
+from wfbp.torch.compression import Choice, wires_of
 from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.original import check_params, named_params, own_attributes, wrapped_of
 from wfbp.torch.own_methods import hidden_names, looked_up, object_of
@@ -45,7 +45,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     *,
-    compression: type[Compressor] = Compression.none,
+    compression: Choice | None = None,
     backward_passes_per_step: int = 1,
     op: Op = Op.AVERAGE,
     sparse_as_dense: bool = False,
@@ -71,12 +71,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: ``model.named_parameters()``, for messages and to match ranks; without
             it, parameters are known by their numbers.
-        compression: ``Compression.fp16`` or ``Compression.bf16``: float32 and float64 gradients are
+        compression: how gradients are sent; gathered parameters are exact. With ``"fp16"`` or
+            ``"bf16"`` (also ``Compression.fp16``, ``Compression.bf16``) float32 and float64 are
             rounded to that type as they are packed, averaged in float32, and the average is rounded
-            again; messages of gradients are at most half as large. Values too large for float16
-            become infinite, as ``GradScaler`` expects. Both parts of complex numbers are rounded
-            so. Gathered parameters are exact. By default gradients travel in the element type of
-            their parameters.
+            again. Values too large for float16 become infinite, as ``GradScaler`` expects. Both
+            parts of complex numbers are rounded so. With ``"int8"`` a message has a quarter of the
+            bytes: blocks of 256 elements share a scale, sums are in float32 and are encoded again,
+            and what is left out is added to the next step's gradients (this takes as much memory as
+            the gradients). Sent as they are: tensors of one dimension, of less than 4 KiB per
+            rank, of other types than float32, and those of ``nn.Embedding``; and everything within
+            a host that has several ranks. A mapping has rules by patterns of names, the first that
+            matches counts: ``{"head.*": "bf16", "*": "int8"}``. By default ``WFBP_COMPRESSION``, or
+            ``"none"``.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
         op: ``Average`` or ``Sum``. Sums need gradients that are cleared before each step: what is
             left of the step before is a sum already, and would be added up again.
@@ -157,7 +163,7 @@ def distribute(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     *,
-    compression: type[Compressor],
+    compression: Choice | None,
     backward_passes_per_step: int,
     op: Op,
     sparse_as_dense: bool,
@@ -171,12 +177,6 @@ def distribute(
     whole = process.current("DistributedOptimizer()")
     config = whole.config
     process.note_threads(whole, torch.get_num_threads())  # programs set it after init()
-    if compression not in (Compression.none, Compression.fp16, Compression.bf16):
-        raise ValueError(
-            f"compression is {getattr(compression, '__name__', repr(compression))}; expected "
-            "Compression.none, Compression.fp16 or Compression.bf16: gradients are cast while they "
-            "are packed, so no other compressor is called"
-        )
     sharding = optimizer_sharding
     if not any(sharding is value for value in (True, False, None)):
         raise ValueError(f"optimizer_sharding is {sharding!r}; expected True, False or None")
@@ -187,6 +187,9 @@ def distribute(
         )
     known = None if named_parameters is None else named_pairs(named_parameters)
     name = type(optimizer).__name__
+    named = named_params(optimizer, known, complete=True)
+    compression = config.compression if compression is None else compression
+    wires_of(compression, named, known)  # raises before anything else happens
     options = ReducerOptions(
         config.schedule if schedule is None else schedule,
         config.threshold_bytes if threshold_bytes is None else threshold_bytes,
@@ -194,9 +197,8 @@ def distribute(
         backward_passes_per_step,
         decouples=True,
         name=name,
-        wire_dtype=tensors.NAMES[compression.dtype] if compression.dtype else "",
     )
-    check_params(named_params(optimizer, known, complete=True), options)
+    check_params(named, options)
     _check_previous(optimizer, runtime)
     await_all()  # pending parameters of dropped models would never be freed otherwise
     why = why_not_elementwise(optimizer, declared=sharding is True)
@@ -220,7 +222,7 @@ def distribute(
         )
     made = type(name, (base, type(optimizer)), looked_up(type(optimizer)))
     wrapped: DistributedOptimizerBase = made(
-        runtime, optimizer, known, options, sparse_as_dense, check_parameters
+        runtime, optimizer, known, options, sparse_as_dense, check_parameters, compression
     )
     return wrapped
 

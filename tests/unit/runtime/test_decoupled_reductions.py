@@ -90,7 +90,7 @@ def test_random_programs(
     ]
 
     def body(runtime: Runtime) -> None:
-        updater = Updater(runtime, sizes, schedule=schedule, op=op, wire_dtype=wire)
+        updater = Updater(runtime, sizes, schedule=schedule, op=op, wire=wire)
         order = random.Random(seed + runtime.rank)
         expected = [0.0] * len(sizes)
         for step in steps:

@@ -84,7 +84,7 @@ def test_random_programs(
             devices.of[rank],
             make_specs(sizes),
             schedule=schedule,
-            wire_dtype=wire,
+            wire=wire,
             streams=streams,
             seed=seed + rank,
         )
@@ -163,7 +163,7 @@ def test_random_decoupled_programs(
             make_specs(sizes),
             schedule=schedule,
             op=op,
-            wire_dtype=wire,
+            wire=wire,
             decouples=True,
             seed=seed + rank,
         )

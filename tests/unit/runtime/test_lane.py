@@ -40,8 +40,10 @@ def make_lane(
     costs: Costs | None = None,
 ) -> Lane:
     left = iter(buffers)
-    monkeypatch.setattr(lane_module, "GroupBuffer", lambda *_: next(left))
-    lane = Lane(Mock(rank=0, step_bytes=step_bytes), memory, ReducerOptions("single", 1))
+    monkeypatch.setattr(lane_module, "make_buffer", lambda *_: next(left))
+    lane = Lane(
+        Mock(rank=0, size=2, step_bytes=step_bytes), memory, ReducerOptions("single", 1), ()
+    )
     lane.install(plan, range(len(plan.tensors)), costs)
     return lane
 

@@ -130,7 +130,7 @@ def test_a_gradient_may_grow_where_the_last_average_lay(wire: str) -> None:
 
     def body(runtime: Runtime) -> None:
         specs = make_specs([3, 4, 5])
-        trainer = Trainer(runtime, specs, schedule="layerwise", wire_dtype=wire)
+        trainer = Trainer(runtime, specs, schedule="layerwise", wire=wire)
         for step in range(24):
             trainer.zero(to_none=False)
             for k in (2, 1, 0):
@@ -361,9 +361,7 @@ def test_compressed_gradients_are_rounded_before_and_behind_their_average(dtype:
     """Sums are exact in between; what has 16 bits stays as it is; the report tells of less."""
 
     def body(runtime: Runtime) -> None:
-        trainer = Trainer(
-            runtime, make_specs([3, 4], dtype), schedule="layerwise", wire_dtype="bfloat16"
-        )
+        trainer = Trainer(runtime, make_specs([3, 4], dtype), schedule="layerwise", wire="bfloat16")
         trainer.accumulate(0, 257.0)  # 256 in bfloat16
         trainer.accumulate(1, 1.0 + 2.0**-7 * runtime.rank)
         kept = dtype == "float16"
@@ -378,7 +376,7 @@ def test_ranks_must_compress_alike() -> None:
     def body(runtime: Runtime) -> None:
         wire = ("float16", "")[runtime.rank]
         with pytest.raises(DisagreementError, match="compression") as error:
-            Trainer(runtime, make_specs([3]), schedule="layerwise", wire_dtype=wire)
+            Trainer(runtime, make_specs([3]), schedule="layerwise", wire=wire)
         assert "float16" in str(error.value)
 
     all_well(run_ranks(2, body, STEADY))

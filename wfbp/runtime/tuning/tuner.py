@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
+from wfbp.comm.cost_probe import codec_s_per_byte
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.fit import fit_kappa
@@ -22,7 +23,7 @@ from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO
 from wfbp.core.ranks import counted
 from wfbp.core.timeline import IterationForecast, iteration_s, timeline
 from wfbp.core.trace import Trace
-from wfbp.core.types import Operation, TensorSpec
+from wfbp.core.types import CODECS, Operation, TensorSpec
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.measuring import Visit
 from wfbp.runtime.tuning.candidates import (
@@ -88,6 +89,7 @@ class Tuner:
         self._decouples = options.decouples and options.schedule not in ALL_REDUCE_SCHEDULES
         self.operations = tuple(Operation) if self._decouples else (Operation.ALL_REDUCE,)
         """The collectives whose costs matter."""
+        self._num_ranks = num_ranks
         # The part of a decoupled tensor's update that other ranks do.
         self._spared = 1.0 - 1.0 / num_ranks if options.decouples else 0.0
         self._update_s = 0.0
@@ -160,7 +162,10 @@ class Tuner:
         if not self.round_due:
             return {"wants_round": self.wants_round}
         if self.profiling:
-            return {"profile": asdict(Profile.of(self.visit.steps))}
+            profile = Profile.of(self.visit.steps)
+            encoded_bytes = sum(spec.nbytes for spec in self.plan.tensors if self._encodes(spec))
+            packing_s = profile.packing_s + encoded_bytes * codec_s_per_byte(encoded_bytes)
+            return {"profile": asdict(replace(profile, packing_s=packing_s))}
         return {"times_s": self._times_s}
 
     def decide(
@@ -307,7 +312,24 @@ class Tuner:
     @property
     def wire_bytes(self) -> int:
         """Bytes of all gradients as they are reduced."""
-        return sum(spec.wire_bytes(self._options.wire_dtype) for spec in self.plan.tensors)
+        return sum(
+            spec.wire_bytes(self._options.wire_of(spec, self._num_ranks))
+            for spec in self.plan.tensors
+        )
+
+    def _encodes(self, spec: TensorSpec) -> bool:
+        return self._options.wire_of(spec, self._num_ranks) in CODECS
+
+    @property
+    def sent_as(self) -> dict[str, dict[str, int]]:
+        """Elements and bytes of gradients, by what they are sent as."""
+        found: dict[str, dict[str, int]] = {}
+        for spec in self.plan.tensors:
+            wire = self._options.wire_of(spec, self._num_ranks)
+            sums = found.setdefault(wire or spec.real_dtype, {"elements": 0, "bytes": 0})
+            sums["elements"] += spec.numel
+            sums["bytes"] += spec.wire_bytes(wire)
+        return found
 
     @property
     def predicted(self) -> IterationForecast | None:

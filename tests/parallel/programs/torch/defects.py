@@ -1678,7 +1678,7 @@ def refused_second_wrapping() -> None:
         for bad in (
             {"optimizer_sharding": True},
             {"schedule": "nonsense"},
-            {"compression": "fp16"},
+            {"compression": "half"},
             {"backward_passes_per_step": 0},
         ):
             raises(ValueError, act=lambda bad=bad: wfbp.DistributedOptimizer(inner, **bad))

@@ -189,9 +189,9 @@ def compression_overflows_for_the_scaler_to_see() -> None:
             assert scaler.get_scale() == 2.0 ** max(14, 16 - step), step
     raises(
         ValueError,
-        "Compression.bf16",
+        "compression is 'half'; expected one of 'none', 'fp16', 'bf16', 'int8'",
         act=lambda: wfbp.torch.DistributedOptimizer(
-            torch.optim.SGD([weight], lr=1.0), compression="fp16"
+            torch.optim.SGD([weight], lr=1.0), compression="half"
         ),
     )
 

@@ -1,0 +1,155 @@
+"""Usage: mpirun -n N python codecs.py OUT HOSTS
+
+Trains with encoded gradients under every schedule, and reduces given gradients as the reference
+does; writes digests, and what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import nn
+
+import wfbp.jax
+import wfbp.torch as hvd
+from tests.support.codec_reference import Reduction
+from tests.support.cores import leave_cores
+from tests.support.hosts import as_on_hosts, in_rows
+from wfbp import GradientReducer
+from wfbp.config import SCHEDULES, read_environment
+from wfbp.core.planners import ALL_REDUCE_SCHEDULES
+
+CONFIG = replace(
+    read_environment()[0], warmup_steps=1, profile_steps=1, trial_steps=2, probe_budget_s=0.05
+)
+STEPS = 14
+SHAPES = ((160, 129), (70, 300), (1, 5), (41,), (9000,), (3, 50, 64))
+"""Some are encoded; none is a whole number of blocks for three ranks or five."""
+
+
+def digest(arrays: Iterable[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(a.detach().numpy().tobytes() for a in arrays)).hexdigest()
+
+
+def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def momentum(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def trained(schedule: str, rank: int, make: Callable[..., torch.optim.Optimizer]) -> str:
+    """One layer is not used in every step, nor on every rank; gradients are clipped."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(90, 200), nn.Linear(200, 7)
+    model = nn.ModuleList([first, nn.Linear(200, 200), last])
+    optimizer = hvd.DistributedOptimizer(
+        make(list(model.parameters())),
+        model.named_parameters(),
+        schedule=schedule,
+        compression="int8",
+    )
+    data = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        hidden = first(torch.randn(3, 90, generator=data)).relu()
+        if (step + rank) % 3:
+            hidden = model[1](hidden)
+        last(hidden).square().mean().backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return digest(model.parameters())
+
+
+def given(rank: int, step: int, shape: tuple[int, ...]) -> np.ndarray:
+    """A gradient; in some steps a rank has none, or large and small blocks."""
+    rng = np.random.default_rng((rank, step, len(shape), shape[0]))
+    values = rng.standard_normal(shape).astype(np.float32)
+    if (step + rank) % 5 == 4:
+        values[:] = 0
+    values.reshape(-1)[: values.size // 2] *= np.float32(1e-3)
+    return values
+
+
+def compared(schedule: str, rank: int, hosts: list[list[int]]) -> list[str]:
+    """The shapes whose values after some steps differ from those that the reference calculates."""
+    params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(params, lr=1.0), schedule=schedule, compression="int8"
+    )
+    size = hvd.size()
+    sent = [Reduction(int(np.prod(s)), hosts, len(s) > 1 and s[0] > 1) for s in SHAPES]
+    expected = [np.zeros(shape, np.float32) for shape in SHAPES]
+    for step in range(20):
+        optimizer.zero_grad()
+        mine = [torch.from_numpy(given(rank, step, shape)) for shape in SHAPES]
+        torch.stack([(p * g).sum() for p, g in zip(params, mine, strict=True)]).sum().backward()
+        optimizer.step()
+        for shape, value, reduction in zip(SHAPES, expected, sent, strict=True):
+            every = [given(r, step, shape).reshape(-1) for r in range(size)]
+            value -= reduction.average(every).reshape(shape)
+    pairs = zip(SHAPES, params, expected, strict=True)
+    return [str(s) for s, p, e in pairs if p.detach().numpy().tobytes() != e.tobytes()]
+
+
+def reduced(schedule: str, rank: int, compression: str = "int8") -> str:
+    """Averages of arrays."""
+    arrays = [(str(shape), given(rank, 0, shape)) for shape in SHAPES]
+    reducer = GradientReducer(arrays, schedule=schedule, compression=compression)
+    for step in range(STEPS):
+        for number, shape in reversed(list(enumerate(SHAPES))):
+            reducer.mark_ready(number, given(rank, step, shape))
+        averages = reducer.wait()
+    return digest(map(torch.from_numpy, averages))
+
+
+def differentiated(schedule: str, rank: int, compression: str = "int8") -> str:
+    """The same, as gradients of each array's product with ones."""
+
+    def loss(params: Any, arrays: Any) -> jax.Array:
+        return sum(jnp.vdot(p, a) for p, a in zip(params, arrays, strict=True))  # type: ignore
+
+    params = [jnp.ones(shape) for shape in SHAPES]
+    how: Any = {"schedule": schedule, "compression": compression}
+    step = jax.jit(wfbp.jax.value_and_grad(loss, **how))
+    for number in range(STEPS):
+        _, averages = step(params, [given(rank, number, shape) for shape in SHAPES])
+    return digest(torch.from_numpy(np.array(a)) for a in averages)
+
+
+def main(out: str, layout: str) -> None:
+    leave_cores()
+    sizes = json.loads(layout)
+    with as_on_hosts(lambda size: in_rows(sizes or [1] * size)):
+        hvd.init(config=CONFIG)
+    rank, size = hvd.rank(), hvd.size()
+    hosts = in_rows(sizes or [1] * size)
+    results = {
+        "adam": {name: trained(name, rank, adam) for name in SCHEDULES},
+        "momentum": {name: trained(name, rank, momentum) for name in SCHEDULES},
+        "averages": {
+            **{f"reducer, {name}": reduced(name, rank) for name in ALL_REDUCE_SCHEDULES},
+            "jax": differentiated("layerwise", rank),
+        },
+        "exact averages": {
+            "reducer": reduced("layerwise", rank, "none"),
+            "jax": differentiated("layerwise", rank, "none"),
+        },
+        "differ": {name: compared(name, rank, hosts) for name in ("oasr", "independent")},
+    }
+    Path(out, f"rank{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
