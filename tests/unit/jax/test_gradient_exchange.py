@@ -195,7 +195,7 @@ def test_what_ends_one_step_ends_all() -> None:
 
 def test_requests_are_the_same_in_every_process() -> None:
     """Their keys are in compiled programs, which may be kept on disk."""
-    assert REQUEST.key == 5562604182124203256
+    assert REQUEST.key == 1082383313162382877
     others = [
         ExchangeDescription(SPECS, ReducerOptions("auto", 100, name="other")),
         ExchangeDescription(SPECS[:2], ReducerOptions("auto", 100, name="test")),
