@@ -89,6 +89,20 @@ struct Transfer {
   std::size_t nbytes = 0;
 };
 
+// Calls act(item, from, to) for each of the ascending items that has elements from `first` to
+// `last`, and for which of them.
+template <class Item, class Act>
+void overlapping(const std::vector<Item>& items, std::size_t first, std::size_t last, Act act) {
+  auto at = std::upper_bound(items.begin(), items.end(), first,
+                             [](std::size_t value, const Item& item) { return value < item.start; });
+  if (at != items.begin()) --at;
+  for (; at != items.end() && at->start < last; ++at) {
+    const std::size_t from = std::max(first, at->start);
+    const std::size_t to = std::min(last, at->start + at->count);
+    if (from < to) act(*at, from, to);
+  }
+}
+
 // Arrays that together form one logical buffer, in ascending order of their starts.
 struct Arrays {
   struct Array {
@@ -101,14 +115,9 @@ struct Arrays {
   // Calls act(data, count) for each contiguous piece of the elements from `first` to `last`.
   template <class Act>
   void between(std::size_t first, std::size_t last, std::size_t item, Act act) const {
-    auto at = std::upper_bound(arrays.begin(), arrays.end(), first,
-                               [](std::size_t value, const Array& a) { return value < a.start; });
-    if (at != arrays.begin()) --at;
-    for (; at != arrays.end() && at->start < last; ++at) {
-      const std::size_t from = std::max(first, at->start);
-      const std::size_t to = std::min(last, at->start + at->count);
-      if (from < to) act(at->data + (from - at->start) * item, to - from);
-    }
+    overlapping(arrays, first, last, [&](const Array& array, std::size_t from, std::size_t to) {
+      act(array.data + (from - array.start) * item, to - from);
+    });
   }
 
   // The address of an element that is in one of the arrays.
@@ -135,14 +144,9 @@ struct Coding {
   // `last`, where the piece begins `offset` elements after its part.
   template <class Act>
   void between(std::size_t first, std::size_t last, Act act) const {
-    auto at = std::upper_bound(parts.begin(), parts.end(), first,
-                               [](std::size_t value, const Part& p) { return value < p.start; });
-    if (at != parts.begin()) --at;
-    for (; at != parts.end() && at->start < last; ++at) {
-      const std::size_t from = std::max(first, at->start);
-      const std::size_t to = std::min(last, at->start + at->count);
-      if (from < to) act(*at, from - at->start, to - from);
-    }
+    overlapping(parts, first, last, [&](const Part& part, std::size_t from, std::size_t to) {
+      act(part, from - part.start, to - from);
+    });
   }
 
   std::size_t wire_bytes(std::size_t first, std::size_t last) const {

@@ -204,16 +204,9 @@ Casts casts() {
   return {cast<Wide, Half>, cast<Half, Wide>};
 }
 
-// Codecs. Each block of kCodecBlock elements has a scale, a bfloat16, and then its elements. The scale
-// is rounded up, so that no element exceeds 127, and its product with an element is exact: so every
-// processor decodes the same bits.
-
-// Encodes float32 elements, of one tensor, and adds the `error` that earlier steps left to them.
-// Keeps the new error, and the values as they are decoded; either may be null. A block without
-// gradient is sent as zeros and keeps its error: a tensor that is not used sends nothing old. A
-// block with infinity or NaN arrives as NaN, and keeps its error, too.
-//
-// Each step of a block is a function: the compiler vectorizes the loops; AVX2's are written out.
+// Codecs. Each block of kCodecBlock elements has a scale, a bfloat16, and then its elements. The
+// scale is rounded up, so that no element exceeds 127. Its product with an element is exact, so
+// every processor decodes the same bits.
 
 // Adds the error, if any. `most` becomes the largest element without its sign, as bits, whose order
 // is the numbers'. Returns whether there is any gradient.
@@ -295,6 +288,10 @@ WFBP_TARGET inline void quantize(const float* values, float scale, std::uint8_t*
   }
 }
 
+// Encodes float32 elements of one tensor, after adding the `error` that earlier steps have left.
+// Keeps the new error, and the values as they are decoded; either may be null. A block without
+// gradient is sent as zeros and keeps its error, so that an unused tensor sends nothing old. A block
+// with infinity or NaN arrives as NaN, and keeps its error, too.
 WFBP_TARGET inline void encode_int8(const std::uint8_t* from, std::uint8_t* error,
                                     std::uint8_t* wire, std::uint8_t* decoded, std::size_t count) {
   float values[kCodecBlock];

@@ -24,7 +24,7 @@ ROUNDS = 9
 
 
 def ways(nbytes: int) -> dict[str, Callable[[], object]]:
-    """What is timed, on arrays of so many bytes of float32."""
+    """Functions to time, on arrays of so many bytes of float32."""
     source = np.random.default_rng(0).standard_normal(nbytes // 4, np.float32)
     out, total, error = np.zeros((3, source.size), np.float32)
     spec = TensorSpec("gradient", source.shape, "float32")

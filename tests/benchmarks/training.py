@@ -119,7 +119,7 @@ def print_contestants(title: str, document: Mapping[str, Any], others: Others = 
 
 
 def sent(document: Mapping[str, Any]) -> str:
-    """What a title adds if wfbp sends gradients in another way than the others."""
+    """The end of a title, if wfbp sends gradients in another way than the others."""
     compression = document.get("compression", "none")
     return "" if compression == "none" else f", wfbp sends {compression}"
 

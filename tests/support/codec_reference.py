@@ -53,7 +53,7 @@ class Reduction:
         self._sum_error = np.zeros(numel, np.float32)
 
     def average(self, contributions: Sequence[Floats]) -> Floats:
-        """What all ranks get for the contributions of one step, by rank."""
+        """The result of one step on all ranks, for their contributions in rank order."""
         result = np.empty_like(contributions[0])
         for owner, shard in enumerate(self._shards):
             total = None

@@ -76,10 +76,10 @@ WIRE_DTYPES = ("float16", "bfloat16")
 
 
 CODECS = ("int8",)
-"""What float32 gradients can be encoded as for sending."""
+"""Encodings of float32 gradients for sending."""
 
 COMPRESSIONS = {"none": "", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
-"""What gradients are sent as, by the names that programs use; empty for their own type."""
+"""Types in which gradients are sent, by the names that programs use; empty for their own type."""
 
 CODEC_BLOCK = 256
 """Elements that share a scale, which takes two bytes."""

@@ -17,14 +17,7 @@ from wfbp.comm.arrays import Buffer, MemoryAt, Segment, storage_dtype
 from wfbp.comm.backend import Work
 from wfbp.comm.memory import Memory, SlotTable
 from wfbp.core.plan import Plan, aligned, layout
-from wfbp.core.types import (
-    CODEC_BLOCK,
-    Op,
-    Operation,
-    TensorSpec,
-    item_bytes,
-    wire_type,
-)
+from wfbp.core.types import CODEC_BLOCK, Op, Operation, TensorSpec, item_bytes, wire_type
 from wfbp.runtime.step import BufferView, Gather, Lent, Step, StepResult
 
 _STEP_BITS, _CALL_BITS, _MARK_BITS = 6, 6, 4

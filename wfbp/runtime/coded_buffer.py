@@ -1,4 +1,4 @@
-"""Tensors of a group that are sent encoded, and groups of which only some are."""
+"""Messages of encoded gradients, and of groups with encoded and exact ones."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _ITEM = 4
 
 
 class ErrorFeedback:
-    """What encoding has left out so far, by tensor: it is added to the next step's gradients.
+    """The rounding errors of encoding, which are added to the next step's gradients.
 
-    Kept by tensor, so that it outlives plans: what this rank has not sent of its gradients, and
-    what has been left out of the sums that it owns. A block without gradient keeps its error.
+    Kept by tensor, so that they outlive plans: the errors of what this rank sends, and of the sums
+    that it owns. A block without gradient keeps its error.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, size: int) -> None:
@@ -55,10 +55,9 @@ class ErrorFeedback:
 class CodedBuffer:
     """The encoded tensors of one group of backward; used as a :class:`GroupBuffer` is.
 
-    Gradients are encoded from where they are. The buffer has a block of shards per rank, where
-    each shard starts with a block of the codec: so blocks, and the bits of all results, do not
-    depend on the plan. Of the buffer only shards of results are used, unless ranks of a host are
-    added first.
+    Gradients are encoded from where they are. The buffer has a block of shards per rank, and each
+    shard starts with a block of the codec. So no plan changes blocks, or the bits of results. Of
+    the buffer only shards of results are used, unless ranks of a host are added first.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class CodedBuffer:
         )
 
     def arrived(self) -> None:
-        """Results are where they belong."""
+        """Nothing to do: the exchange has decoded the results in place."""
 
     def deliver(self, step: Step | Gather) -> None:
         """Copy whole tensors to ``step.targets``."""

@@ -18,7 +18,7 @@ from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
-from wfbp.torch.compression import Choice, wires_of
+from wfbp.torch.compression import Choice
 from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.original import check_params, named_params, own_attributes, wrapped_of
 from wfbp.torch.own_methods import hidden_names, looked_up, object_of
@@ -189,7 +189,6 @@ def distribute(
     name = type(optimizer).__name__
     named = named_params(optimizer, known, complete=True)
     compression = config.compression if compression is None else compression
-    wires_of(compression, named, known)  # raises before anything else happens
     options = ReducerOptions(
         config.schedule if schedule is None else schedule,
         config.threshold_bytes if threshold_bytes is None else threshold_bytes,

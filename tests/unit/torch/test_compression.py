@@ -1,4 +1,4 @@
-"""What is sent as what: names, rules, and what is exempt."""
+"""Compression of gradients by name: rules, and exempt tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Model(nn.Module):
 
 
 def sent(compression: Any) -> dict[str, str]:
-    """What each parameter is sent as by two ranks."""
+    """The type in which two ranks send each parameter's gradient."""
     model = Model()
     named = list(model.named_parameters())
     wire, wires = wires_of(compression, named)
