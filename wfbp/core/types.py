@@ -139,13 +139,13 @@ class TensorSpec:
         return self.numel * self.item_bytes
 
     def encodable(self, num_ranks: int) -> bool:
-        """Whether gradients of the tensor can be sent by one of :data:`CODECS`: float32 of several
+        """Whether gradients of the tensor can be sent by one of ``CODECS``: float32 of several
         dimensions, and large enough for so many ranks."""
         is_large = self.nbytes >= ENCODED_FROM_BYTES * num_ranks
         return self.dtype == "float32" and len(self.shape) > 1 and is_large and num_ranks > 1
 
     def wire_bytes(self, wire: str) -> int:
-        """Number of bytes sent, as one of :data:`CODECS` or :data:`WIRE_DTYPES` if narrower."""
+        """Number of bytes sent, as one of ``CODECS`` or ``WIRE_DTYPES`` if narrower."""
         if wire in CODECS:
             return self.numel + 2 * -(-self.numel // CODEC_BLOCK)
         sent = wire_type(self.real_dtype, wire)
