@@ -61,6 +61,15 @@ class Compression:
     bf16 = BF16Compressor
 
 
+def check_compressor(compression: object, what: str) -> None:
+    """Raise ``ValueError`` unless ``compression`` has the methods of a :class:`Compressor`."""
+    if not hasattr(compression, "compress"):
+        raise ValueError(
+            f"compression of {what} is {compression!r}; expected a class, such as "
+            "wfbp.Compression.fp16; names and rules are for gradients of a DistributedOptimizer"
+        )
+
+
 Choice = str | type[Compressor] | Mapping[str, "str | type[Compressor]"]
 """An optimizer's compression; see :func:`wfbp.torch.DistributedOptimizer`."""
 
@@ -91,7 +100,11 @@ def wires_of(
 
 def _embeddings() -> set[int]:
     """The ids of all parameters of embeddings."""
-    # An optimizer knows parameters, but no modules.
+    # An optimizer knows parameters, but no modules. Frozen objects are not listed.
+    if frozen := gc.get_freeze_count():
+        gc.unfreeze()
     kinds = (nn.Embedding, nn.EmbeddingBag)
     modules = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    if frozen:
+        gc.freeze()
     return {id(param) for module in modules for param in module.parameters(recurse=False)}

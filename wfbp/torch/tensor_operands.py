@@ -22,7 +22,7 @@ from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.named.coordinator import Kind, Request
 from wfbp.runtime.named.named_lane import NamedOperation, Outcome
 from wfbp.torch.compiling import uncompiled
-from wfbp.torch.compression import Compression, Compressor
+from wfbp.torch.compression import Compression, Compressor, check_compressor
 from wfbp.torch.tensors import NAMES as TENSOR_NAMES
 from wfbp.torch.tensors import check, on_host, raw, resolved
 
@@ -84,6 +84,7 @@ def perform(
     """Carry out a function of ``wfbp.torch.collectives`` on a tensor, or on several; ``options``
     are the other arguments of :func:`wfbp.runtime.collectives.operands.make_operation`.
     ``averages_gradients``: as Horovod differentiates."""
+    check_compressor(compression, "an operation")
     differentiates = form.waits and not form.in_place
     splits = options.get("splits")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -42,6 +43,17 @@ def test_exempt_from_encoding() -> None:
     weights = {"body.weight": "int8", "head.weight": "int8"}
     biases = {"words.weight": "", "body.bias": "", "head.bias": ""}
     assert sent("int8") == weights | biases
+
+
+def test_embeddings_are_found_after_gc_freeze() -> None:
+    model = Model()
+    gc.freeze()
+    try:
+        _, wires = wires_of("int8", list(model.named_parameters()))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    assert ("words.weight", "") in wires
 
 
 def test_rules() -> None:

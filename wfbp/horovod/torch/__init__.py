@@ -61,7 +61,7 @@ from wfbp.torch import (  # noqa: F401 - in __all__
     size,
     synchronize,
 )
-from wfbp.torch.compression import Compression, Compressor
+from wfbp.torch.compression import Compression, Compressor, check_compressor
 from wfbp.torch.wrapping import check_optimizer, distribute, named_pairs
 
 Adasum = HorovodOp.ADASUM
@@ -194,6 +194,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
                 f"{name} is {value!r}; with op={op} no gradients are sent while backward "
                 "computes, so there is nothing to plan: leave it out"
             )
+    check_compressor(compression, f"DistributedOptimizer with op={op}")
     known = None if named_parameters is None else named_pairs(named_parameters)
     kind = type(optimizer)
     made: Any = type(kind.__name__, (AdasumOptimizer, kind), {})

@@ -17,7 +17,7 @@ from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.named.coordinator import Kind
 from wfbp.runtime.named.named_lane import NamedOperation, Outcome
 from wfbp.torch import tensor_operands
-from wfbp.torch.compression import Compression, Compressor
+from wfbp.torch.compression import Compression, Compressor, check_compressor
 from wfbp.torch.tensors import check
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -66,6 +66,7 @@ def _perform_adasum(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """All-reduce by Adasum: every rank gathers the contributions of all, and combines them."""
+    check_compressor(compression, f"an operation by {HorovodOp.ADASUM}")
     size = process_set.size()
     if size & (size - 1):
         raise ValueError(f"{HorovodOp.ADASUM} combines a power of two of ranks; there are {size}")

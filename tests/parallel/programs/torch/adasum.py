@@ -117,6 +117,13 @@ def adasum_in_other_ways() -> None:
 
     raises(ValueError, "schedule is 'layerwise'", act=lambda: make(schedule="layerwise"))
     raises(ValueError, "needs op=Average", act=lambda: make(gradient_predivide_factor=2.0))
+    raises(ValueError, "is 'int8'; expected a class", act=lambda: make(compression="int8"))
+    for op in (wfbp.Adasum, wfbp.Average):
+        raises(
+            ValueError,
+            "is 'int8'; expected a class",
+            act=lambda op=op: wfbp.allreduce(torch.ones(2), op=op, compression="int8"),
+        )
     if size & (size - 1) == 0:
         optimizer = make()
         optimizer.synchronize()
