@@ -180,6 +180,7 @@ def make_contestant(
         made.optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
         made.sgd = made.optimizer  # a copy: it does not share the state
         made.begin, made.end = lambda: hvd.is_initialized() or hvd.init(), hvd.shutdown
+        made.end()  # others warm up first, and choose their plans
     elif kind == "wfbp":
         made.optimizer = wfbp.torch.DistributedOptimizer(
             sgd,
