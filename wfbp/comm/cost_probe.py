@@ -80,7 +80,7 @@ def measure_cost(
     """
     await_work = partial(wait, waiter=waiter or Waiter.watching(backend), check=check)
     sizes = probe_sizes(max_bytes)
-    data = backend.zeros(max(sizes[-1], COLD_BYTES) // 4 * 4).view(np.float32)
+    data = _touched(backend, max(sizes[-1], COLD_BYTES))
     points = []
     start = partial(_start, backend, operation)
     begin_s = time.perf_counter()
@@ -140,9 +140,7 @@ def measure_kappa(
     while nbytes > SMALLEST_BYTES and count * curve(nbytes) > budget_s:
         nbytes = nbytes // 16 * 4
     expected_s = max(curve(nbytes), 1e-9)
-    data = backend.zeros(COLD_BYTES).view(np.float32)
-    data[:] = 0.0  # training does not pay for the first touch of its memory
-    parts = _uncached_parts(data, nbytes // 4)
+    parts = _uncached_parts(_touched(backend, COLD_BYTES), nbytes // 4)
     start = partial(_start, backend, Operation.ALL_REDUCE)
     await_work = partial(wait, waiter=waiter, check=check, urgent=False, expected_s=expected_s)
     shares = []
@@ -181,6 +179,14 @@ def _start(backend: Backend, operation: Operation, part: Buffer) -> Work[None]:
     if operation is Operation.REDUCE_SCATTER:
         return backend.reduce_scatter(part, shares, "float32", Op.AVERAGE)
     return backend.all_gather(part, shares)
+
+
+def _touched(backend: Backend, nbytes: int) -> Buffer:
+    """Memory for float32. Training does not pay for the first touch of its memory, which takes
+    longer than sending it on a fast network."""
+    data: Buffer = backend.zeros(nbytes // 4 * 4).view(np.float32)
+    data[:] = 0.0
+    return data
 
 
 def _uncached_parts(data: Buffer, numel: int) -> Iterator[Buffer]:

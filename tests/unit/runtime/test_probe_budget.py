@@ -6,13 +6,17 @@ import logging
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.support.emulated_link import EmulatedLink
 from tests.support.local import LocalWorld
 from tests.unit.runtime.test_network import Known
 from wfbp.comm import cost_probe
+from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Finished
 from wfbp.comm.cost_probe import measure_cost, measure_kappa, probe_sizes
 from wfbp.core.cost import LinearCost
@@ -50,6 +54,24 @@ def test_slow_messages_are_few(alpha_s: float) -> None:
 def test_where_nothing_is_allowed_two_sizes_are_measured() -> None:
     points = measure_cost(LocalWorld(1).backend(0), 1 << 20, budget_s=0.0)
     assert [size for size, _ in points] == [4, 1 << 20]
+
+
+class MarkedMemory(EmulatedLink):
+    """Memory is full of ones until it is written to."""
+
+    def zeros(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        return np.ones(nbytes, np.uint8)
+
+    def all_reduce(self, buffer: Buffer, *arguments: Any, **options: Any) -> Any:
+        assert not buffer.any(), "sent memory that was not touched before"
+        return super().all_reduce(buffer, *arguments, **options)
+
+
+def test_no_message_pays_for_the_first_touch_of_memory() -> None:
+    """It takes longer than sending on a fast network, and the largest size may be sent once."""
+    cost = LinearCost(1e-6, 1e-12)
+    measure_cost(MarkedMemory(cost), 20 << 20, budget_s=0.0)
+    measure_kappa(MarkedMemory(cost), 1 << 20, cost, budget_s=0.0)
 
 
 def test_small_models_are_worth_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
