@@ -151,7 +151,8 @@ class Link:
             options = ["-hosts", ",".join(self.addresses), "-iface", INTERFACE]
             options += ["-launcher", "ssh", "-launcher-exec", str(launcher)]
             options += ["-n", str(ranks), "-ppn", str(ranks_per_host)]
-        return [*inside(self.namespaces[0]), *with_hostname(self.namespaces[0]), mpiexec, *options]
+        start = with_hostname(self.namespaces[0], self.cores(0))
+        return [*inside(self.namespaces[0]), *start, mpiexec, *options]
 
     def environment(self) -> dict[str, str]:
         """Variables that keep MPI libraries, gloo and NCCL on the link."""
@@ -168,16 +169,23 @@ class Link:
             "MASTER_ADDR": self.addresses[0],
         }
 
+    def cores(self, host: int) -> str:
+        """The cores of a host, as ``taskset`` takes them: its share, at least one."""
+        own = sorted(os.sched_getaffinity(0))
+        return ",".join(map(str, own[host % len(own) :: self.num_hosts]))
+
     def launcher_script(self) -> str:
         """The program that replaces ssh: ``LAUNCHER [OPTION...] HOST COMMAND...``."""
         cases = "\n".join(
-            f"  {address}) namespace={namespace} ;;"
-            for address, namespace in zip(self.addresses, self.namespaces, strict=True)
+            f"  {address}) namespace={namespace} cores={self.cores(host)} ;;"
+            for host, (address, namespace) in enumerate(
+                zip(self.addresses, self.namespaces, strict=True)
+            )
         )
         return (
             '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nhost=$1\nshift\n'
             f'case "$host" in\n{cases}\n  *) echo "no namespace for $host" >&2; exit 1 ;;\nesac\n'
-            'exec ip netns exec "$namespace" '
+            'exec ip netns exec "$namespace" taskset -c "$cores" '
             'unshare --uts /bin/sh -c "hostname $namespace; $*"\n'
         )
 
@@ -218,10 +226,20 @@ def inside(namespace: str) -> tuple[str, ...]:
     return "ip", "netns", "exec", namespace
 
 
-def with_hostname(namespace: str) -> tuple[str, ...]:
-    """The words that run what follows with the name of its host: Open MPI uses shared memory among
-    processes whose hosts have the same name."""
-    return "unshare", "--uts", "/bin/sh", "-c", f'hostname {namespace} && exec "$@"', "sh"
+def with_hostname(namespace: str, cores: str) -> tuple[str, ...]:
+    """The words that run what follows on its host's cores, with the name of its host: Open MPI uses
+    shared memory among processes whose hosts have the same name."""
+    return (
+        "taskset",
+        "-c",
+        cores,
+        "unshare",
+        "--uts",
+        "/bin/sh",
+        "-c",
+        f'hostname {namespace} && exec "$@"',
+        "sh",
+    )
 
 
 def existing_namespaces() -> set[str]:

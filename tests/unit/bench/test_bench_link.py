@@ -49,6 +49,26 @@ def test_half_of_the_ranks_on_each_side() -> None:
             link.Link("x", num_hosts=count)
 
 
+@pytest.mark.parametrize(
+    ("own", "hosts", "shares"),
+    [
+        ({4, 5}, 2, ["4", "5"]),
+        ({0, 1, 2, 3, 4}, 2, ["0,2,4", "1,3"]),
+        ({0, 1}, 4, ["0", "1", "0", "1"]),
+        ({7}, 3, ["7", "7", "7"]),
+    ],
+)
+def test_hosts_share_the_cores(
+    own: set[int], hosts: int, shares: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that saw cores of other hosts would expect to have one to spare."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: own)
+    made = link.Link("x", num_hosts=hosts)
+    assert [made.cores(host) for host in range(hosts)] == shares
+    words = made.mpi_command(Path("/l"), "mpiexec", hosts)
+    assert words[words.index("taskset") : words.index("unshare")] == ["taskset", "-c", shares[0]]
+
+
 def test_bytes_are_read_from_the_transmit_column() -> None:
     text = "  lo: 5 5 0 0 0 0 0 0 6 6 0 0 0 0 0 0\n wl0: 1 2 3 4 5 6 7 8 99 1 0 0 0 0 0 0\n"
     assert link.transmitted(text) == 99
@@ -70,7 +90,9 @@ def test_launcher_maps_a_host_to_its_namespace(tmp_path: Path, option: list[str]
             words, env=environment, capture_output=True, text=True, check=False, timeout=120
         )
 
-    told = "netns exec x-b unshare --uts /bin/sh -c hostname x-b; proxy --port 1\n"
+    cores = link.Link("x").cores(1)
+    told = f"netns exec x-b taskset -c {cores} "
+    told += "unshare --uts /bin/sh -c hostname x-b; proxy --port 1\n"
     assert launch("10.99.7.2").stdout == told
     assert launch("elsewhere").returncode == 1
 
