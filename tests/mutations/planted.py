@@ -173,6 +173,12 @@ RUNTIME = [
         unit("runtime/test_tuner"),
     ),
     Mutation(
+        "runtime/tuning/tuner.py",
+        'self.trace = trace.slower(answer["slowdown"])',
+        "self.trace = trace",
+        unit("runtime/test_tuner"),
+    ),
+    Mutation(
         "runtime/measuring.py",
         "if self.left < (self.steps.maxlen or 0):",
         "if self.left > (self.steps.maxlen or 0):",
@@ -180,8 +186,8 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/tuning/tuner.py",
-        "[max(times) for times in zip(*each, strict=True)]",
-        "[min(times) for times in zip(*each, strict=True)]",
+        "[max(times) for times in zip(*ranks, strict=True)]",
+        "[min(times) for times in zip(*ranks, strict=True)]",
         unit("runtime/test_tuner"),
     ),
     Mutation(

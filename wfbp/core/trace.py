@@ -92,6 +92,13 @@ class Trace:
         """T_b, seconds; the last ready time."""
         return self.ready_times_s[-1]
 
+    def slower(self, factor: float) -> Trace:
+        """The same if compute takes ``factor`` times as long."""
+        rows = tuple(
+            TraceTensor(t.spec, t.forward_s * factor, t.backward_s * factor) for t in self.tensors
+        )
+        return Trace(self.model, rows, self.other_s * factor)
+
     def to_json(self) -> dict[str, Any]:
         """The trace as plain data, format ``wfbp-trace/1``."""
         return {

@@ -87,6 +87,11 @@ class StepTimes:
         return self.done_s - self.begun_s
 
     @property
+    def computed_s(self) -> float:
+        """How long the step computed, if nothing was sent meanwhile: less its waits in forward."""
+        return max(0.0, self.closed_s - self.begun_s - self.waited_s)
+
+    @property
     def exposed_s(self) -> float:
         """How long training waited for communication."""
         return self.done_s - self.closed_s + self.waited_s

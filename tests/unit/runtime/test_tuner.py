@@ -77,6 +77,7 @@ class Job:
         self.chance = random.Random(seed)
         self.ran: list[tuple[str, Plan]] = []
         self.num_rounds = 0
+        self.slowdown = 1.0  # of compute
 
     @property
     def tuner(self) -> Tuner:
@@ -100,7 +101,7 @@ class Job:
                 tuner.decide(messages, lambda: self.costs)
 
     def stamps(self, rank: int, plan: Plan, took: float) -> StepTimes:
-        """Forward takes 0.1 s, then one gradient each 0.05 s, in reverse order."""
+        """Forward takes 0.1 s, then one gradient each 0.05 s, in reverse order; times slowdown."""
         took *= 1 + self.noise * self.chance.random()
         ready = [
             100 + 0.15 + 0.05 * (len(SPECS) - 1 - SPECS.index(s))
@@ -108,7 +109,7 @@ class Job:
             else 0.0
             for s in plan.tensors
         ]
-        closed = 100 + 0.1 + 0.05 * len(SPECS)
+        closed = 100 + self.slowdown * (0.1 + 0.05 * len(SPECS))
         forward = [0.0] * len(ready)
         updates = [(100.0, 100.0 + self.update_s)]
         return StepTimes(100.0, ready, forward, 100.1, closed, 100 + took, updates=updates)
@@ -217,6 +218,30 @@ def test_auto_tries_plans_for_interference_and_learns_how_much_there_is() -> Non
     assert seconds(job.tuner.plan) < min(map(seconds, blind))
     assert job.tuner.predicted is not None
     assert job.tuner.predicted.iteration_s == pytest.approx(seconds(job.tuner.plan), rel=1e-3)
+
+
+@pytest.mark.parametrize("slowdown", [0.5, 1.0, 3.0])
+def test_predictions_follow_the_compute_of_the_trial(slowdown: float) -> None:
+    """A few steps without communication may have run on a slower or faster machine."""
+    costs = Costs(PiecewiseCost(((4.0, 0.02), (32000.0, 0.3))), kappa=0.5)
+
+    def seconds(plan: Plan) -> float:
+        if profiled is None:
+            return 1.0
+        return iteration_s(reordered(plan, profiled), profiled.slower(slowdown), costs)
+
+    profiled = None
+    job = Job("auto", seconds, costs=costs)
+    job.run("trial")
+    profiled = job.tuner.trace
+    assert profiled is not None
+    job.slowdown = slowdown
+    job.run("installed")
+    for tuner in job.tuners:
+        assert tuner.trace is not None
+        assert tuner.trace.backward_s == pytest.approx(profiled.backward_s * slowdown)
+        assert tuner.predicted is not None
+        assert tuner.predicted.iteration_s == pytest.approx(seconds(tuner.plan), rel=1e-3)
 
 
 def test_auto_keeps_the_plan_without_overlap_where_that_is_fastest() -> None:

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
@@ -139,6 +140,8 @@ class Tuner:
             self.round_due = True
         elif self.phase is TuningPhase.TRIAL:
             self._times_s.append([s.length_s for s in self.visit.steps])
+            if not (_overlaps(self.plan) or self.plan.decoupled_part):
+                self._computed_s += [s.computed_s for s in self.visit.steps]
             if len(self._times_s) < len(self._round):
                 plan = self._round[len(self._times_s)]
                 self._enter(TuningPhase.TRIAL, plan, self._steps_per_round)
@@ -166,7 +169,7 @@ class Tuner:
             encoded_bytes = sum(spec.nbytes for spec in self.plan.tensors if self._encodes(spec))
             packing_s = profile.packing_s + encoded_bytes * codec_s_per_byte(encoded_bytes)
             return {"profile": asdict(replace(profile, packing_s=packing_s))}
-        return {"times_s": self._times_s}
+        return {"times_s": self._times_s, "computed_s": self._computed_s}
 
     def decide(
         self,
@@ -182,7 +185,7 @@ class Tuner:
         if self.phase is TuningPhase.PROFILE:
             self._plan_anew(messages, measure, share)
         elif self.phase is TuningPhase.TRIAL:
-            self._run_round(share(lambda: self._conclude_round([m["times_s"] for m in messages])))
+            self._run_round(share(lambda: self._conclude_round(messages)))
         elif any(m.get("wants_round") for m in messages):
             self._log(
                 "the iteration time has changed for good, to "
@@ -239,14 +242,15 @@ class Tuner:
         if len(plans) > 1:
             max_steps = _MAX_TRIAL_FACTOR * self._config.trial_steps
             self._trial = Trial(plans, self._steps_per_round, max_steps)
+            self._rounds_computed_s: list[list[float]] = []
             self._log(f"trial of {len(plans)} plans, of at most {counted(max_steps, 'step')}")
         return _answer(plans, None, {})
 
-    def _conclude_round(self, ranks: Sequence[Sequence[Sequence[float]]]) -> Json:
+    def _conclude_round(self, messages: Sequence[Json]) -> Json:
         """The plans to run after a round, given each rank's times; on rank 0."""
         trial = self._trial
-        by_plan = zip(*ranks, strict=True)  # a step takes as long as on the slowest rank
-        trial.add_round([[max(times) for times in zip(*each, strict=True)] for each in by_plan])
+        by_plan = zip(*(m["times_s"] for m in messages), strict=True)
+        trial.add_round([_slowest(ranks) for ranks in by_plan])
         measured = trial.measured
         texts = (
             f"{plan.summary} {seconds * 1e3:.1f} ms"
@@ -255,10 +259,17 @@ class Tuner:
         )
         self._log(f"trial, round {trial.num_rounds}: {'; '.join(texts)}")
         trace, costs = self._measured
-        overlapped = [  # one message leaves after backward, whatever kappa is
-            (plan, seconds + self._saved_s(plan))
-            for plan, seconds in measured
-            if plan.overlap and len(plan.groups) > 1
+        # Steps without overlap show how long compute takes now; the profile was only a few steps.
+        slowdown = 1.0
+        if computed_s := _slowest([m["computed_s"] for m in messages]):
+            self._rounds_computed_s.append(computed_s)
+        rounds = self._rounds_computed_s
+        profiled_s = trace.forward_s + trace.backward_s + trace.other_s
+        if rounds and profiled_s:
+            slowdown = median(chain(*rounds)) / profiled_s
+            trace = trace.slower(median(map(min, rounds)) / profiled_s)  # as the trial measures
+        overlapped = [
+            (plan, seconds + self._saved_s(plan)) for plan, seconds in measured if _overlaps(plan)
         ]
         kappa = fit_kappa(trace, costs, overlapped) if overlapped else None
         if kappa is not None:
@@ -269,11 +280,12 @@ class Tuner:
         }
         winner = trial.narrow(forecasts_s)
         measured_s = {plan.digest: seconds for plan, seconds in measured}
-        return _answer([winner] if winner else trial.plans, kappa, measured_s)
+        return _answer([winner] if winner else trial.plans, kappa, measured_s, slowdown)
 
     def _run_round(self, answer: Json) -> None:
         """Run the plans that rank 0 chose for a round, or install the only one."""
-        _, costs = self._measured
+        trace, costs = self._measured
+        self.trace = trace.slower(answer["slowdown"])
         plans = [Plan.from_json(plan) for plan in answer["plans"]]
         if answer["kappa"] is not None:
             self._kappa = answer["kappa"]
@@ -282,6 +294,7 @@ class Tuner:
         if len(plans) > 1:
             self._round = plans
             self._times_s: list[list[float]] = []
+            self._computed_s: list[float] = []
             self._enter(TuningPhase.TRIAL, plans[0], self._steps_per_round)
             return
         self._incumbent = None
@@ -351,9 +364,25 @@ class Tuner:
             log.info("%s: %s", self._options.name, text)
 
 
-def _answer(plans: Sequence[Plan], kappa: float | None, measured_s: dict[str, float]) -> Json:
+def _overlaps(plan: Plan) -> bool:
+    """Whether anything is sent while the model computes; one message leaves after backward."""
+    return plan.overlap and len(plan.groups) > 1
+
+
+def _slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """The seconds of each step on its slowest rank."""
+    return [max(times) for times in zip(*ranks, strict=True)]
+
+
+def _answer(
+    plans: Sequence[Plan],
+    kappa: float | None,
+    measured_s: dict[str, float],
+    slowdown: float = 1.0,
+) -> Json:
     return {
         "plans": [plan.to_json() for plan in plans],
         "kappa": kappa,
         "measured_s": measured_s,
+        "slowdown": slowdown,
     }
