@@ -68,6 +68,16 @@ class Backend(ABC):
     local_size: int
     library: str = "no MPI"
     """Name and version of the library below, for messages."""
+    progresses_alone: bool = False
+    """Whether data also move between tests (a network). In shared memory the tests copy, so a rank
+    that does not test delays its peers."""
+    step_bytes: int | None = None
+    """Bytes of a large message that a network carries at a time; None in shared memory."""
+    on_two_levels: bool = False
+    """Whether ranks combine in shared memory within hosts, and send messages between them. All
+    collectives then prefer memory of :meth:`HostBackend.zeros`; else only all-reduce does."""
+    encodes: bool = False
+    """Whether there are several hosts, so that :meth:`reduce_encoded` can send less."""
 
     @property
     def activity(self) -> int:
@@ -75,31 +85,10 @@ class Backend(ABC):
         return 0
 
     @property
-    def progresses_alone(self) -> bool:
-        """Whether data also move between tests (a network). In shared memory the tests copy, so a
-        rank that does not test delays its peers."""
-        return False
-
-    @property
-    def step_bytes(self) -> int | None:
-        """Bytes of a large message that a network carries at a time; None in shared memory."""
-        return None
-
-    @property
     def step_s(self) -> float | None:
-        """Seconds between two such steps, as the fastest large message took; None if unknown."""
+        """Seconds between two steps of :attr:`step_bytes`, as the fastest large message took; None
+        if unknown."""
         return None
-
-    @property
-    def on_two_levels(self) -> bool:
-        """Whether ranks combine in shared memory within hosts, and send messages between them. All
-        collectives then prefer memory of :meth:`HostBackend.zeros`; else only all-reduce does."""
-        return False
-
-    @property
-    def encodes(self) -> bool:
-        """Whether there are several hosts, so that :meth:`reduce_encoded` can send less."""
-        return False
 
     def stopwatch(self) -> Callable[[], float]:
         """Return a function that gives the seconds from now until all collectives started since are

@@ -107,21 +107,18 @@ class MpiBackend(HostBackend):
         chunking = self._topology.chunking
         self._channel = Channel(self._group, chunking, mpi, self._comm, _name, self._pace)
         self._levels = TwoLevel.of(self._memory, self._channel, self._topology)
+        self.progresses_alone = self._topology.one_rank_per_host
+        self.on_two_levels = self._levels is not None and self._levels.between_hosts
+        self.encodes = len(self._topology.hosts) > 1
+        if self._levels is not None and self.on_two_levels:
+            self.step_bytes = self._levels.chunk_bytes
+        elif self.progresses_alone:
+            self.step_bytes = chunking.chunk_bytes
         self._may_rest = self.progresses_alone or self.on_two_levels  # elsewhere naps are too long
 
     @property
     def activity(self) -> int:
         return self._group.moves
-
-    @property
-    def progresses_alone(self) -> bool:
-        return self._topology.one_rank_per_host
-
-    @property
-    def step_bytes(self) -> int | None:
-        if self.on_two_levels:
-            return self._levels.chunk_bytes  # type: ignore[union-attr]
-        return self._topology.chunking.chunk_bytes if self.progresses_alone else None
 
     @property
     def step_s(self) -> float | None:
@@ -130,10 +127,6 @@ class MpiBackend(HostBackend):
             return None
         # An all-reduce sends each byte twice; the fastest message may have sent it once.
         return 2 * s_per_byte * step_bytes
-
-    @property
-    def on_two_levels(self) -> bool:
-        return self._levels is not None and self._levels.between_hosts
 
     def begun(self) -> dict[str, int]:
         return self._group.begun
@@ -185,10 +178,6 @@ class MpiBackend(HostBackend):
         if levels is not None:
             return levels.submit(data, shares, dtype, op, sources, gathers=False)
         return self._exchange(data, shares, dtype, op, sources, gathers=False)
-
-    @property
-    def encodes(self) -> bool:
-        return len(self._topology.hosts) > 1
 
     def reduce_encoded(
         self,
