@@ -19,7 +19,7 @@ BELOW: dict[str, set[str]] = {
     "native": {"_native"},
     "sim": {"core", "errors"},
     "launcher": {"errors"},
-    "comm": {"config", "core", "errors", "native"},
+    "comm": {"config", "core", "errors", "launcher", "native"},
     "cuda": {"comm", "config", "core", "errors"},
     "runtime": {"comm", "config", "core", "errors", "launcher", "native"},
 }

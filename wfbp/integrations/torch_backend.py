@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from wfbp.comm.mpi.start_notice import meets_by_mpi
+from wfbp.launcher.rank import meets_by_mpi
 from wfbp.runtime import launched
 
 

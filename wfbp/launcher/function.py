@@ -19,7 +19,7 @@ from wfbp.errors import BackendError, PeerError, WfbpError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program
 from wfbp.launcher.hosts import choose_master
 from wfbp.launcher.mpi import find_mpi
-from wfbp.launcher.rank import RANK, number
+from wfbp.launcher.rank import RANK, RANK_OF_MPI, number
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def run(
         >>> wfbp.run(task, ("hello",), np=2)  # doctest: +SKIP
         ['hello, rank 0', 'hello, rank 1']
     """
-    if number(("PMI_RANK", "OMPI_COMM_WORLD_RANK"), os.environ) is not None:
+    if number(RANK_OF_MPI[:2], os.environ) is not None:
         raise WfbpError(
             "run() starts a job, but this process already is a rank of one; call the function "
             "itself, or start the program without mpirun or wfbprun"

@@ -2,7 +2,7 @@
 
 ``python -m wfbp.launcher.rank [--cores] [--gpu] [--output DIR] [--torch-env HOST:PORT] --
 PROGRAM ...``. It imports only the standard library and replaces itself by ``exec``, so signals
-reach the program directly.
+reach the program directly. Its names and readers of launchers' variables serve other modules, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ WFBPRUN = "WFBPRUN"
 """Variable of ranks that wfbprun has started: the HOST:PORT that it chose for torch.distributed, or
 empty."""
 
-RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+RANK_OF_MPI = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+RANK = (*RANK_OF_MPI, "SLURM_PROCID")
 _LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-_SIZE = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+SIZE = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 REMEDY = (
     "expected a program on the PATH, the path of one, or a file that ends in .py, on every host"
@@ -48,6 +49,34 @@ def number(names: Sequence[str], environment: Mapping[str, str]) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
+def under_launcher(min_ranks: int = 2) -> bool:
+    """Whether the environment describes this process as a rank of ``min_ranks`` ranks or more."""
+    size = number(SIZE, os.environ)
+    return number(RANK, os.environ) is not None and (size is None or size >= min_ranks)
+
+
+def meets_by_mpi(url: str) -> bool:
+    """Whether PyTorch's ``env://`` is to use MPI: a launcher started this rank, and the program or
+    the user has named no other address than wfbprun."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    has_address = address and port and os.environ.get("WFBPRUN") != f"{address}:{port}"
+    is_told = has_address and ("RANK" in os.environ or "rank=" in url)
+    return under_launcher(min_ranks=1) and not is_told
+
+
+def contradiction(environment: Mapping[str, str]) -> str:
+    """How ``RANK`` or ``WORLD_SIZE`` differs from what MPI's launcher says; empty if neither."""
+    for name, names in (("RANK", RANK), ("WORLD_SIZE", SIZE)):
+        of_mpi = number(names, environment)
+        if of_mpi is not None and environment.get(name, str(of_mpi)) != str(of_mpi):
+            return (
+                f"rank {number(RANK, environment)}: expected {name}={of_mpi}, as MPI's launcher "
+                f"says, found {name}={environment[name]}; unset RANK, WORLD_SIZE and LOCAL_RANK, "
+                "or start with wfbprun, which sets them"
+            )
+    return ""
+
+
 def local_size(environment: Mapping[str, str]) -> int | None:
     size = number(_LOCAL_SIZE, environment)
     if size is None and "SLURM_STEP_TASKS_PER_NODE" in environment:
@@ -64,7 +93,7 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     >>> torch_variables(hydra)
     {'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '1', 'LOCAL_WORLD_SIZE': '2'}
     """
-    numbers = [number(names, environment) for names in (RANK, _SIZE, _LOCAL_RANK)]
+    numbers = [number(names, environment) for names in (RANK, SIZE, _LOCAL_RANK)]
     numbers.append(local_size(environment))
     if None in numbers:
         return {}

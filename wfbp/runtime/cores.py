@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from wfbp.comm.mpi.start_notice import number
 from wfbp.comm.waiting import num_cores
+from wfbp.launcher.rank import number
 
 
 def own_cores() -> list[int]:

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from wfbp.comm.mpi.start import started_by_launcher, started_by_rank
-from wfbp.comm.mpi.start_notice import under_launcher
 from wfbp.config import read_environment
-from wfbp.launcher.rank import TORCH_VARIABLES, torch_variables
+from wfbp.launcher.rank import TORCH_VARIABLES, torch_variables, under_launcher
 
 T = TypeVar("T")
 

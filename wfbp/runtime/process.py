@@ -17,12 +17,11 @@ from typing import Any
 from wfbp import native
 from wfbp.comm.backend import HostBackend
 from wfbp.comm.device import nccl
-from wfbp.comm.mpi.start_notice import under_launcher
 from wfbp.comm.waiting import num_cores
 from wfbp.config import Config, read_environment, unknown_variables
 from wfbp.core.ranks import counted
 from wfbp.errors import NotInitializedError, WfbpError
-from wfbp.launcher.rank import WFBPRUN
+from wfbp.launcher.rank import WFBPRUN, under_launcher
 from wfbp.runtime import timeline_files, uncaught
 from wfbp.runtime.cores import advice, num_threads, own_cores, part_of_cores
 from wfbp.runtime.named.operations import Collectives

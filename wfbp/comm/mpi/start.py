@@ -21,8 +21,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from wfbp.comm.mpi import start_notice
-from wfbp.comm.mpi.start_notice import number
 from wfbp.errors import BackendError
+from wfbp.launcher.rank import RANK, RANK_OF_MPI, SIZE, number, under_launcher
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,19 +60,16 @@ def _check_process() -> None:
     """Raise ``BackendError`` in a process that a rank has started."""
     if started_by_rank():
         raise BackendError(
-            f"this process was started by rank {number(_RANK, os.environ)} and is no rank itself, "
+            f"this process was started by rank {number(RANK, os.environ)} and is no rank itself, "
             "so it cannot call init(). If multiprocessing has started it, put the program's own "
             "lines under `if __name__ == '__main__':`; if it is to train alone, start it by "
             "`wfbprun -n 1`"
         )
 
 
-_RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-
-
 def started_by_rank() -> bool:
     """Whether a rank has started this process, which has the rank's variables and is no rank."""
-    if number(_RANK, os.environ) is None:
+    if number(RANK_OF_MPI, os.environ) is None:
         return False
     # A worker that multiprocessing spawns has no parent yet while it imports the program.
     is_worker = multiprocessing.parent_process() is not None or getattr(
@@ -154,11 +151,13 @@ def _ending_after(timeout_s: float | None) -> Iterator[None]:
     # timer is lost. Another process prints the reason.
     faulthandler.dump_traceback_later(timeout_s + _NOTICE_S, exit=True, file=output)
     try:
-        if sys.executable and start_notice.under_launcher():
+        if sys.executable and under_launcher():
             # Without site and the user's variables it starts in some milliseconds. In a session of
             # its own, an interrupt from the keyboard does not reach it.
+            rank, size = number(RANK, os.environ), number(SIZE, os.environ)
+            who = f"rank {rank}" + ("" if size is None else f" of {size}")
             notice = subprocess.Popen(
-                [sys.executable, "-I", "-S", start_notice.__file__, str(timeout_s)],
+                [sys.executable, "-I", "-S", start_notice.__file__, str(timeout_s), who],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,

@@ -23,10 +23,10 @@ from torch.distributed.rendezvous import _env_rendezvous_handler
 
 from wfbp.comm.mpi.exchange import Exchange
 from wfbp.comm.mpi.mpi_backend import MpiBackend
-from wfbp.comm.mpi.start_notice import contradiction, meets_by_mpi
 from wfbp.core.ranks import name_ranks
 from wfbp.errors import BackendError, StallError, WfbpError
 from wfbp.launcher.hosts import interfaces
+from wfbp.launcher.rank import contradiction, meets_by_mpi
 from wfbp.runtime import launched, process
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.group_lane import NOTICE
