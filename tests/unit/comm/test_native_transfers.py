@@ -26,7 +26,7 @@ from tests.support.fake_mpi import IN_STATUS, STATUS_BYTES, TRUNCATED, UNDEFINED
 from tests.support.python_transfers import PythonTransfers
 from wfbp import native
 from wfbp.comm.mpi import transfers
-from wfbp.comm.mpi.library import load_transfers
+from wfbp.comm.mpi.transfers import load_transfers
 from wfbp.errors import BackendError
 
 Array = npt.NDArray[Any]

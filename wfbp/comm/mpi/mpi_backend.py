@@ -27,8 +27,7 @@ from wfbp.comm.arrays import (
 )
 from wfbp.comm.backend import Finished, HostBackend, Work
 from wfbp.comm.mpi.exchange import Exchange, begin_messages
-from wfbp.comm.mpi.library import BytesTask, load_transfers
-from wfbp.comm.mpi.point_to_point import PointToPoint, translating
+from wfbp.comm.mpi.point_to_point import BytesTask, PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.start import check_launch, communicator, load, unlink_segments
 from wfbp.comm.mpi.topology import Topology
@@ -41,6 +40,7 @@ from wfbp.comm.mpi.transfers import (
     Task,
     TransferTask,
     chunks,
+    load_transfers,
 )
 from wfbp.comm.mpi.two_level import TwoLevel
 from wfbp.core.types import Op, Operation

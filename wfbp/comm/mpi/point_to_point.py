@@ -1,4 +1,4 @@
-"""Messages between two ranks; their length need not be known to the receiver."""
+"""Messages of any length, unknown to the receiver: between two ranks, and from each to all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from wfbp.comm.mpi.transfers import Channel, Task
 from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
@@ -94,3 +95,28 @@ class PointToPoint:
         if self._sends:
             self._sends = [item for item in self._sends if not item[0].Test()]
         return bool(self._sends)
+
+
+class BytesTask(Task):
+    """Every rank's payload, of any length: each rank sends its own to every other."""
+
+    def __init__(self, channel: Channel, payload: bytes) -> None:
+        self.nbytes = len(payload)
+        self._channel = channel
+        self._payloads = {channel.rank: payload}
+        self._unmatched = set(channel.peers)  # a later task may use the tag again
+
+    def start(self) -> None:
+        channel = self._channel
+        # The tag is chosen here, because ranks agree on the order of starts.
+        self._messages = PointToPoint(channel.mpi, channel.comm, channel.next_tag())
+        for peer in channel.peers:
+            self._messages.send(peer, self._payloads[channel.rank])
+
+    def step(self) -> bool:
+        self._payloads.update(self._messages.receive(self._unmatched))
+        return len(self._payloads) == self._channel.size and not self._messages.sending
+
+    def value(self) -> list[bytes]:
+        """The payloads in rank order."""
+        return [self._payloads[rank] for rank in range(self._channel.size)]

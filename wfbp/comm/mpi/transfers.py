@@ -16,12 +16,13 @@ thread at a time may use.
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from wfbp import native
 from wfbp.comm.arrays import split
@@ -160,7 +161,7 @@ class ProgressGroup:
         if self.failure is not None or not any(channel.active for channel in self.channels):
             return False
         try:
-            watches = self._watches()
+            watches = self._watches() if self.num_polled else []
             if watches is None:
                 return False
             self.moves += self.transfers.rest(nap_s, most_s, watches)
@@ -342,3 +343,44 @@ class Channel:
             self._active_bytes += task.nbytes
             task.start()
             self.group.num_polled += task.transfer is None
+
+
+def load_transfers(mpi: ModuleType) -> native.Transfers:
+    """Transfers that call the MPI library that mpi4py has loaded; or ``BackendError``."""
+    try:
+        # MPICH calls COMM_SELF's error handler for a test of several messages: it must not end
+        # the job.
+        if mpi.COMM_SELF.Get_errhandler() != mpi.ERRORS_RETURN:
+            raise ValueError(
+                "the error handler of COMM_SELF is not ERRORS_RETURN, mpi4py's default"
+            )
+        library = ctypes.CDLL(mpi.__file__)  # which finds the library that it is linked to
+        sizes = {mpi._sizeof(kind) for kind in (mpi.Comm, mpi.Datatype, mpi.Request)}
+        if len(sizes) > 1:
+            raise ValueError(f"handles of {sorted(sizes)} bytes")
+        # A status keeps its error at an offset that differs between libraries: look for a marker.
+        status, marker = mpi.Status(), 0x5A17C0DE
+        status.Set_error(marker)
+        raw = ctypes.string_at(mpi._addressof(status), mpi._sizeof(mpi.Status))
+        error_at = raw.find(marker.to_bytes(4, sys.byteorder))
+        if error_at < 0:
+            raise ValueError("a status keeps no error")
+
+        def address(function: Any) -> int:
+            return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+        return native.Transfers(
+            isend=address(library.MPI_Isend),
+            irecv=address(library.MPI_Irecv),
+            testsome=address(library.MPI_Testsome),
+            handle_bytes=sizes.pop(),
+            byte=mpi._handleof(mpi.BYTE),
+            status_bytes=mpi._sizeof(mpi.Status),
+            error_at=error_at,
+            success=mpi.SUCCESS,
+            error=mpi.Exception,
+        )
+    except (OSError, AttributeError, ValueError) as error:
+        raise BackendError(
+            f"the functions of the MPI library cannot be called directly, which wfbp needs: {error}"
+        ) from error
