@@ -99,8 +99,11 @@ void scale(py::array buffer, const std::string& dtype, double factor) {
     throw py::value_error("buffer has " + std::to_string(nbytes) +
                           " bytes: not a whole number of " + dtype + " elements");
   }
-  wfbp::require_scalable(kind, dtype, factor);
   if (factor == 1.0) return;
+  if (kind.multiply == nullptr) {
+    throw py::value_error("scale is " + std::to_string(factor) + " but " + dtype +
+                          " can only be copied: expected 1.0");
+  }
   wfbp::without_gil([&] { kind.multiply(bytes, bytes, nbytes / kind.item, factor); });
 }
 
@@ -199,12 +202,7 @@ void wfbp::bind_pack(py::module_& module) {
             return py::array_t<std::int64_t>(static_cast<py::ssize_t>(pointers.size()),
                                              pointers.data(), self);
           })
-      .def(
-          "pack",
-          [](const Table& self, double scale) {
-            wfbp::without_gil([&] { self.table.pack(scale); });
-          },
-          py::arg("scale") = 1.0)
+      .def("pack", [](const Table& self) { wfbp::without_gil([&] { self.table.pack(); }); })
       .def("unpack", [](const Table& self) { wfbp::without_gil([&] { self.table.unpack(); }); });
 
   module.def("scale", &scale, py::arg("buffer").noconvert(), py::arg("dtype"), py::arg("factor"));

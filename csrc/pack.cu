@@ -1,5 +1,5 @@
 // Packing on the device. One launch copies all tensors of a group to or from their slots in a
-// fusion buffer, and can scale elements and change their type.
+// fusion buffer, and can change the type of their elements.
 //
 // The sizes of tensors differ by a factor of a million. To balance the load, each block therefore
 // gets a tile, a piece of a tensor of at most some kilobytes. A table of tiles is made once per
@@ -37,70 +37,27 @@ struct Tile {
 struct Arguments {
   const Tile* tiles;  // one per block
   Byte* buffer;
-  double scale;
   int packs;           // 1: tensors to buffer; 0: buffer to tensors
   unsigned item;       // bytes per element; only the copy kernel reads it
   Byte* tensors[kCapacity];  // null: zeros are packed, and nothing is unpacked
 };
 
 // Every device accepts 4 KB of arguments. wfbp/cuda/pack.py must describe the same layout.
-static_assert(sizeof(Tile) == 24 && sizeof(Arguments) == 32 + 8 * kCapacity, "layout");
+static_assert(sizeof(Tile) == 24 && sizeof(Arguments) == 24 + 8 * kCapacity, "layout");
 static_assert(sizeof(Arguments) <= 4096, "a launch takes 4 KB of arguments");
 
-// Arithmetic that keeps subnormal numbers, which bfloat16 has, too. CuPy makes the compiler flush
-// them to zero, but this does not affect inline assembly.
-
-__device__ inline float product(float a, float b) {
-#ifdef WFBP_ON_HOST
-  return a * b;
-#else
-  float result;
-  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-#endif
-}
-
-template <class Value>
-__device__ Value rounded(double value);
-
-template <>
-__device__ inline float rounded<float>(double value) {
-#ifdef WFBP_ON_HOST
-  return static_cast<float>(value);
-#else
-  float result;
-  asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(value));
-  return result;
-#endif
-}
-
-template <>
-__device__ inline double rounded<double>(double value) {
-  return value;
-}
-
-__device__ inline double product(double a, double b) { return a * b; }
-
-// For each element type, how it is stored and the type of its arithmetic. Rounding is to nearest,
-// ties to even.
-
-struct Float64 {
-  typedef double Stored;
-  typedef double Value;
-  static __device__ double value(double stored) { return stored; }
-  static __device__ double stored(double value) { return value; }
-};
+// For each element type, how it is stored, and its way to float and back. Rounding is to nearest,
+// ties to even. Nothing flushes subnormal numbers to zero: CuPy makes the compiler do that in
+// arithmetic, but this does not affect inline assembly.
 
 struct Float32 {
   typedef float Stored;
-  typedef float Value;
   static __device__ float value(float stored) { return stored; }
   static __device__ float stored(float value) { return value; }
 };
 
 struct Float16 {
   typedef unsigned short Stored;
-  typedef float Value;
 #ifdef WFBP_ON_HOST
   static float value(Stored stored) { return float16_to_float(stored); }
   static Stored stored(float value) { return float_to_float16(value); }
@@ -120,7 +77,6 @@ struct Float16 {
 
 struct BFloat16 {
   typedef unsigned short Stored;
-  typedef float Value;
   static __device__ float value(Stored stored) {
     return __uint_as_float(static_cast<unsigned>(stored) << 16);
   }
@@ -182,16 +138,13 @@ struct Same {
 };
 
 template <class From, class To, unsigned kLanes>
-struct Scaled {
+struct Cast {
   typedef Lanes<typename From::Stored, kLanes> In;
   typedef Lanes<typename To::Stored, kLanes> Out;
-  typename From::Value scale;
   __device__ Out operator()(const In& in) const {
     Out out;
 #pragma unroll
-    for (unsigned i = 0; i < kLanes; ++i) {
-      out.at[i] = To::stored(product(From::value(in.at[i]), scale));
-    }
+    for (unsigned i = 0; i < kLanes; ++i) out.at[i] = To::stored(From::value(in.at[i]));
     return out;
   }
 };
@@ -264,14 +217,13 @@ __device__ inline void zero(Byte* to, unsigned bytes) {
 }
 
 template <class From, class To>
-__device__ void convert(const Byte* from, Byte* to, unsigned count, double factor) {
+__device__ void convert(const Byte* from, Byte* to, unsigned count) {
   constexpr unsigned kFrom = sizeof(typename From::Stored);
   constexpr unsigned kTo = sizeof(typename To::Stored);
   constexpr unsigned kNarrow = kFrom < kTo ? kFrom : kTo;
   constexpr unsigned kLanes = kWord / kNarrow;
-  const typename From::Value scale = rounded<typename From::Value>(factor);
-  const Scaled<From, To, 1> one = {scale};
-  const Scaled<From, To, kLanes> many = {scale};
+  const Cast<From, To, 1> one = {};
+  const Cast<From, To, kLanes> many = {};
   if (misalignment(from, kFrom) != 0 || misalignment(to, kTo) != 0) {
     sweep<Bytewise>(from, to, count, one);
     return;
@@ -306,25 +258,23 @@ __device__ inline Ends ends(const Arguments& arguments, const Tile& tile) {
 }  // namespace wfbp
 
 // One kernel per pair of element types, named wfbp_FROM_TO, and wfbp_copy for copies of any type.
-#define WFBP_CONVERSIONS(X)                                                     \
-  X(float16_float16, Float16, Float16) X(bfloat16_bfloat16, BFloat16, BFloat16) \
-  X(float32_float32, Float32, Float32) X(float64_float64, Float64, Float64)     \
-  X(float32_float16, Float32, Float16) X(float16_float32, Float16, Float32)     \
+#define WFBP_CONVERSIONS(X)                                                 \
+  X(float32_float16, Float32, Float16) X(float16_float32, Float16, Float32) \
   X(float32_bfloat16, Float32, BFloat16) X(bfloat16_float32, BFloat16, Float32)
 
 #define WFBP_KERNEL(name) \
   extern "C" __global__ void __launch_bounds__(wfbp::kThreads) wfbp_##name
 
-#define WFBP_CONVERSION(name, From, To)                                                    \
-  WFBP_KERNEL(name)(const __grid_constant__ wfbp::Arguments arguments) {                   \
-    const wfbp::Tile tile = arguments.tiles[blockIdx.x];                                   \
-    const wfbp::Ends ends = wfbp::ends(arguments, tile);                                   \
-    if (ends.to == nullptr) return;                                                        \
-    if (ends.from == nullptr) {                                                            \
-      wfbp::zero(ends.to, tile.count * sizeof(wfbp::To::Stored));                          \
-    } else {                                                                               \
-      wfbp::convert<wfbp::From, wfbp::To>(ends.from, ends.to, tile.count, arguments.scale); \
-    }                                                                                      \
+#define WFBP_CONVERSION(name, From, To)                                  \
+  WFBP_KERNEL(name)(const __grid_constant__ wfbp::Arguments arguments) { \
+    const wfbp::Tile tile = arguments.tiles[blockIdx.x];                 \
+    const wfbp::Ends ends = wfbp::ends(arguments, tile);                 \
+    if (ends.to == nullptr) return;                                      \
+    if (ends.from == nullptr) {                                          \
+      wfbp::zero(ends.to, tile.count * sizeof(wfbp::To::Stored));        \
+    } else {                                                             \
+      wfbp::convert<wfbp::From, wfbp::To>(ends.from, ends.to, tile.count); \
+    }                                                                    \
   }
 
 WFBP_CONVERSIONS(WFBP_CONVERSION)

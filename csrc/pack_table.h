@@ -49,13 +49,6 @@ inline Codec codec_of(const std::string& name, const Kernels& kernels) {
   throw std::invalid_argument("codec '" + name + "' is not int8");
 }
 
-inline void require_scalable(const Dtype& dtype, const std::string& name, double factor) {
-  if (factor != 1.0 && dtype.multiply == nullptr) {
-    throw std::invalid_argument("scale is " + std::to_string(factor) + " but " + name +
-                                " can only be copied: expected 1.0");
-  }
-}
-
 // Packs a group's tensors into the destination, and back. The table has no lock: the threads that
 // write `pointers` and that pack must alternate (the runtime posts a message in between).
 class PackTable {
@@ -67,7 +60,6 @@ class PackTable {
         destination_(destination),
         offsets_(std::move(offsets)),
         sizes_(std::move(sizes)),
-        name_(dtype),
         dtype_(dtype_of(dtype, kernels)),
         casts_(casts_of(tensor_dtype.empty() ? dtype : tensor_dtype, dtype, kernels)),
         kernels_(kernels) {
@@ -93,12 +85,7 @@ class PackTable {
     }
   }
 
-  void pack(double scale) const {
-    require_scalable(dtype_, name_, scale);
-    if (casts_.narrow != nullptr && scale != 1.0) {
-      throw std::invalid_argument("scale is " + std::to_string(scale) +
-                                  " but the table casts: expected 1.0");
-    }
+  void pack() const {
     const bool past_caches = total_ >= kStreamFrom;
     for (std::size_t i = 0; i < offsets_.size(); ++i) {
       std::uint8_t* slot = destination_ + offsets_[i];
@@ -109,8 +96,6 @@ class PackTable {
         std::memset(slot, 0, size);
       } else if (casts_.narrow != nullptr) {
         casts_.narrow(source, slot, size / dtype_.item);
-      } else if (scale != 1.0) {
-        dtype_.multiply(source, slot, size / dtype_.item, scale);
       } else if (source != slot) {
         copy(source, slot, size, past_caches);
       }
@@ -156,7 +141,6 @@ class PackTable {
   std::uint8_t* destination_;
   std::vector<std::int64_t> offsets_;
   std::vector<std::int64_t> sizes_;
-  std::string name_;
   Dtype dtype_;
   Casts casts_;
   Kernels kernels_;

@@ -32,11 +32,11 @@ class PackTable:
         dtype: element type of the buffer.
         tensor_dtype: element type of the tensors: float32 or float64, if the buffer is float16 or
             bfloat16. ``pack`` then rounds to nearest even (float64 to float32 first, as PyTorch
-            does), ``unpack`` widens, and neither scales.
+            does), and ``unpack`` widens.
 
     Raises:
-        ValueError: a slot outside the destination, a size that is no whole number of elements, an
-            unknown ``dtype``, or a scale other than 1 for integers.
+        ValueError: a slot outside the destination, a size that is no whole number of elements, or
+            an unknown ``dtype``.
 
     Example:
         >>> import numpy as np
@@ -44,9 +44,9 @@ class PackTable:
         >>> table = PackTable(buffer, [0, 16], [8, 4], "float32")
         >>> weight = np.array([2.0, 4.0], np.float32)
         >>> table.pointers[0] = weight.ctypes.data
-        >>> table.pack(scale=0.5)
+        >>> table.pack()
         >>> buffer.view(np.float32)[:5].tolist()
-        [1.0, 2.0, 0.0, 0.0, 0.0]
+        [2.0, 4.0, 0.0, 0.0, 0.0]
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class PackTable:
     ) -> None: ...
     @property
     def pointers(self) -> npt.NDArray[np.int64]: ...
-    def pack(self, scale: float = 1.0) -> None:
-        """Fill every slot with its source times ``scale`` (floating point only), or with zeros."""
+    def pack(self) -> None:
+        """Fill every slot with its source, or with zeros."""
 
     def unpack(self) -> None:
         """Copy every slot back to its address."""

@@ -133,7 +133,6 @@ def _ways(
         PACK: pointed(packing, packing.pack),
         UNPACK: pointed(packing, packing.unpack),
         "wfbp, pack, same addresses": packing.pack,
-        "wfbp, pack, scaled by 0.5": lambda: packing.pack(0.5),
         "wfbp, pack, to bfloat16": casting.pack,
         "wfbp, unpack, from bfloat16": casting.unpack,
         **_torch_ways(sources, buffer, offsets, mix, stream),

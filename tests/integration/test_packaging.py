@@ -35,8 +35,8 @@ buffer = np.zeros(32, np.uint8)
 source = np.array([2.0, 4.0], np.float32)
 table = native.PackTable(buffer, [16], [8], "float32")
 table.pointers[0] = source.ctypes.data
-table.pack(0.5)
-assert buffer[16:24].view(np.float32).tolist() == [1.0, 2.0]
+table.pack()
+assert buffer[16:24].view(np.float32).tolist() == [2.0, 4.0]
 half = np.array([1.0, 2.0], np.float16).view(np.uint16)
 native.reduce_shards([half, half], half, "float16", "sum")
 assert half.view(np.float16).tolist() == [2.0, 4.0]

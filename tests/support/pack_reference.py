@@ -74,10 +74,7 @@ class PackTable:
         # Making an array from an address costs more than a small copy, and addresses mostly stay.
         self._seen: list[tuple[int, Bytes]] = [(0, slot) for slot in self._slots]
 
-    def pack(self, scale: float = 1.0) -> None:
-        _require_scalable(self._dtype, scale)
-        if self._wide and scale != 1.0:
-            raise ValueError(f"scale is {scale} but the table casts: expected 1.0")
+    def pack(self) -> None:
         for slot, other in self._pairs():
             if other is None:
                 slot.fill(0)
@@ -89,8 +86,6 @@ class PackTable:
                 continue
             if other is not slot:
                 np.copyto(slot, other)
-            if scale != 1.0:
-                _multiply(slot, self._dtype, scale)
 
     def unpack(self) -> None:
         for slot, other in self._pairs():
@@ -126,7 +121,8 @@ def scale(buffer: npt.NDArray[Any], dtype: str, factor: float) -> None:
         raise ValueError(
             f"buffer has {buffer.nbytes} bytes: not a whole number of {dtype} elements"
         )
-    _require_scalable(dtype, factor)
+    if factor != 1.0 and dtype not in FLOATS:
+        raise ValueError(f"scale is {factor} but {dtype} can only be copied: expected 1.0")
     if factor != 1.0 and buffer.size:
         _multiply(buffer.reshape(-1).view(np.uint8), dtype, factor)
 
@@ -229,8 +225,3 @@ def _contiguous(array: npt.NDArray[Any]) -> bool:
 def _require_writable(array: npt.NDArray[Any], what: str) -> None:
     if not (_contiguous(array) and array.flags.writeable):
         raise ValueError(f"{what} must be a writable C-contiguous array")
-
-
-def _require_scalable(dtype: str, factor: float) -> None:
-    if factor != 1.0 and dtype not in FLOATS:
-        raise ValueError(f"scale is {factor} but {dtype} can only be copied: expected 1.0")

@@ -24,7 +24,6 @@ ARGUMENTS = np.dtype(
     [
         ("tiles", "u8"),
         ("buffer", "u8"),
-        ("scale", "f8"),
         ("packs", "i4"),
         ("item", "u4"),
         ("tensors", "i8", (CAPACITY,)),
@@ -43,9 +42,6 @@ CASTS = frozenset(
 )
 """Pairs of element types that kernels convert."""
 
-SCALED = frozenset({"float16", "bfloat16", "float32", "float64"})
-"""Element types that can be multiplied."""
-
 LARGEST_TILE_BYTES = 16384
 SMALLEST_TILE_BYTES = 4096
 ENOUGH_TILES = 512
@@ -60,11 +56,12 @@ _SOURCES = (
 
 
 def kernel_name(source: str, target: str) -> str:
-    """The kernel that converts and scales elements; ``ValueError`` if there is none."""
-    if (source, target) not in CASTS and not (source == target and source in SCALED):
+    """The kernel that moves or converts elements; ``ValueError`` if there is none."""
+    if source == target:
+        return "copy"
+    if (source, target) not in CASTS:
         raise ValueError(
-            f"no kernel turns {source} into {target}: expected one of "
-            f"{', '.join(sorted(SCALED))} into itself, or float32 from or to float16 or bfloat16"
+            f"no kernel turns {source} into {target}: only float32 from or to float16 or bfloat16"
         )
     return f"{source}_{target}"
 
@@ -164,11 +161,10 @@ class DevicePackTable:
         self._kernels = kernels
         self._stream = stream
         self._unpack_stream = stream if unpack_stream is None else unpack_stream
-        self._dtype = dtype
-        self._tensor_dtype = tensor_dtype or dtype
-        item, tensor_item = item_bytes(dtype), item_bytes(self._tensor_dtype)
-        if self._tensor_dtype != dtype:
-            kernel_name(self._tensor_dtype, dtype)
+        tensor_dtype = tensor_dtype or dtype
+        item, tensor_item = item_bytes(dtype), item_bytes(tensor_dtype)
+        self._pack = kernel_name(tensor_dtype, dtype)
+        self._unpack = kernel_name(dtype, tensor_dtype)
         starts, sizes = np.asarray(offsets, np.int64), np.asarray(nbytes, np.int64)
         _check_slots(starts, sizes, capacity, item, dtype)
         self.pointers: npt.NDArray[np.int64] = np.zeros(len(sizes), np.int64)
@@ -178,19 +174,16 @@ class DevicePackTable:
         address, self._held = kernels.upload(tiles, stream)
         self._launches = _launches(blocks, address, buffer, item)
 
-    def pack(self, scale: float = 1.0) -> None:
-        """Enqueue copies into the slots, multiplied by ``scale``, which is 1 for integers."""
-        self._run(self._tensor_dtype, self._dtype, True, scale, self._stream)
+    def pack(self) -> None:
+        """Enqueue copies into the slots."""
+        self._run(self._pack, True, self._stream)
 
-    def unpack(self, scale: float = 1.0) -> None:
-        """Enqueue copies from the slots to the addresses, multiplied by ``scale``."""
-        self._run(self._dtype, self._tensor_dtype, False, scale, self._unpack_stream)
+    def unpack(self) -> None:
+        """Enqueue copies from the slots to the addresses."""
+        self._run(self._unpack, False, self._unpack_stream)
 
-    def _run(self, source: str, target: str, packs: bool, scale: float, stream: int) -> None:
-        plain = source == target and scale == 1.0
-        name = "copy" if plain else kernel_name(source, target)
+    def _run(self, name: str, packs: bool, stream: int) -> None:
         for slots, num_blocks, arguments in self._launches:
-            arguments["scale"] = scale
             arguments["packs"] = packs
             arguments["tensors"][: slots.stop - slots.start] = self.pointers[slots]
             address = arguments.__array_interface__["data"][0]

@@ -81,7 +81,7 @@ def test_nvrtc(architecture: str) -> None:
     compiled = compile_with_nvrtc(nvrtc(), source(), architecture)
     assert compiled.cubin.startswith(b"\x7fELF"), compiled.log
     assert "warning" not in compiled.log
-    assert len(KERNELS) == 9
+    assert len(KERNELS) == 5
     for kernel in KERNELS:
         assert f".text.{kernel}\0".encode() in compiled.cubin
     assert_no_spills(compiled.log)
@@ -91,12 +91,10 @@ def test_nvrtc(architecture: str) -> None:
 
 
 def test_subnormals_are_kept() -> None:
-    """Although CuPy asks for the contrary."""
+    """Although CuPy asks for the contrary, which holds for arithmetic: conversions have none."""
     library = nvrtc()
     assert ".ftz" not in compile_with_nvrtc(library, source(), "sm_90").ptx
-    careless = source().replace("#ifdef WFBP_ON_HOST", "#if 1")
-    careless = careless.replace("float16_to_float(stored)", "stored")
-    careless = careless.replace("float_to_float16(value)", "Stored(value)")
+    careless = source().replace("From::value(in.at[i])", "From::value(in.at[i]) * 3")
     assert "mul.ftz.f32" in compile_with_nvrtc(library, careless, "sm_90").ptx
 
 

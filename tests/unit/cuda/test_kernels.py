@@ -95,7 +95,7 @@ def test_a_step_only_launches(cupy: FakeCupy) -> None:
     device = CudaKernels()
     for _ in range(2):
         tensors = (Tensor(7), Tensor(5000, shift=4), Tensor(3, place="absent"))
-        layout = Layout(Case(tensors, "float32", "float16", scale=0.5))
+        layout = Layout(Case(tensors, "float32", "float16"))
         expected = Layout(layout.case)
         host.allow(layout.arrays(layout.before))
         run(layout, device, layout.before.ctypes.data)
