@@ -229,8 +229,7 @@ def _batch_system() -> Findings:
 
 
 def _cores() -> Findings:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    usable = usable or 1
+    usable = len(os.sched_getaffinity(0))
     cores = counted(usable, "core")
     yield OK, f"{usable} of {counted(os.cpu_count() or 1, 'core')} usable here", ""
     quota, period = CGROUP_CPU.read_text().split() if CGROUP_CPU.exists() else ("max", "1")

@@ -171,7 +171,7 @@ def _job(
         hosts = parse_hosts(given.hosts) if given.hosts else read_hostfile(given.hostfile)
     if given.num_ranks is None and not hosts:
         raise click.UsageError("how many ranks? Give -n N before the program, or name hosts")
-    settings = ["--cores"] if given.bind and hasattr(os, "sched_setaffinity") else []
+    settings = ["--cores"] if given.bind else []
     settings += ["--gpu"] if given.gpu else []
     settings += ["--torch-env", choose_master(hosts) if given.torch_env else ""]
     settings += ["--output", os.path.abspath(given.output)] if given.output else []

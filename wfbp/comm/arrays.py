@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
@@ -188,7 +187,7 @@ class MemoryAt:
 
 def zeroed(nbytes: int) -> Buffer:
     """``nbytes`` zeroed bytes, as uint8; ``MemoryError`` if memory is exhausted."""
-    if nbytes < _MAPPED_BYTES or sys.platform == "win32":
+    if nbytes < _MAPPED_BYTES:
         return np.zeros(nbytes, np.uint8)
     # Untouched pages cost nothing, such as the part of a fusion buffer whose tensors are sent from
     # where they are. The C library would clear memory that it has used before.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -147,7 +146,7 @@ class Waiter:
     def offer_core(self) -> None:
         """While spinning: yield to a peer that shares the core, if any."""
         if self.crowded:
-            _yield()
+            os.sched_yield()
 
 
 def wait(
@@ -185,9 +184,6 @@ def wait(
 @contextmanager
 def sharp_naps() -> Iterator[None]:
     """Within it, this thread's naps end on time: Linux adds 50 us to each by default."""
-    if _prctl is None:
-        yield
-        return
     slack_ns = _prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0)
     _prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
     try:
@@ -198,10 +194,7 @@ def sharp_naps() -> Iterator[None]:
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
-_yield: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-_prctl: Callable[..., int] | None = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_prctl: Callable[..., int] = ctypes.CDLL(None).prctl

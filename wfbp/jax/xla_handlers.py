@@ -131,7 +131,6 @@ def _compile(source: Path, target: Path) -> None:
     command = [
         *compiler,
         *("-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"),
-        *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
         f'-DWFBP_JAXLIB="{jaxlib.__version__}"',
         f"-I{sysconfig.get_paths()['include']}",
         f"-isystem{jax.ffi.include_dir()}",

@@ -73,8 +73,7 @@ def run(
         task = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
         Path(folder, "task").write_bytes(cloudpickle.dumps((list(sys.path), task)))
         program = [sys.executable, "-m", __spec__.name, folder]
-        settings = ["--torch-env", choose_master(())]
-        settings += ["--cores"] if hasattr(os, "sched_setaffinity") else []
+        settings = ["--torch-env", choose_master(()), "--cores"]
         job = LaunchSpec(np, rank_program(program, settings))
         words, variables = mpirun_command(job, mpi, os.environ, os.geteuid() == 0)
         status, last = _execute(words, os.environ | variables)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 
-from wfbp.comm.waiting import num_cores
 from wfbp.launcher.rank import number
 
 
 def own_cores() -> list[int]:
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(num_cores())
-    return sorted(cores)
+    return sorted(os.sched_getaffinity(0))
 
 
 def num_threads() -> int | None:

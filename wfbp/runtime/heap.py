@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -34,7 +33,7 @@ def give_back_freed_memory() -> bool:
 
 def _library() -> ctypes.CDLL | None:
     """The C library, if it is glibc."""
-    if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
+    if any(name.startswith("MALLOC_") for name in os.environ):
         return None
     library = ctypes.CDLL(None)
     named = ("mallopt", "malloc_trim", "gnu_get_libc_version")

@@ -80,7 +80,7 @@ def start(
     _runtime, _operations = runtime, operations
     uncaught.install(runtime)
     atexit.register(shutdown)
-    if not _watches_forks and hasattr(os, "register_at_fork"):
+    if not _watches_forks:
         _watches_forks = True
         os.register_at_fork(after_in_child=_leave_to_parent)
 

@@ -25,7 +25,7 @@ PATIENCE_S = 1.0
 _NUMBERS = sorted(
     int(number)
     for number in signal.valid_signals()
-    if number not in (getattr(signal, "SIGKILL", 0), getattr(signal, "SIGSTOP", 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP)
 )
 
 pending: dict[int, float] = {}

@@ -9,7 +9,6 @@ import os
 import platform
 import secrets
 import stat
-import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ def known_reason(wanted: bool) -> str:
     if not wanted:
         return f"{SWITCH} switches it off"
     # A Python that was built for old systems lacks the call.
-    if sys.platform != "linux" or not ORDERED or not hasattr(os, "memfd_create"):
+    if not ORDERED or not hasattr(os, "memfd_create"):
         return "it needs Linux on x86-64"
     return ""
 
@@ -125,8 +124,7 @@ def _copy_on_write() -> None:
                 )
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_copy_on_write)
+os.register_at_fork(after_in_child=_copy_on_write)
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _TOKEN_BYTES = 16
