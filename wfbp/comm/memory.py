@@ -9,6 +9,7 @@ A *stamp* is a moment in the training thread's or lane's work. On the host it is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from time import perf_counter
 from typing import Protocol
 
@@ -63,7 +64,7 @@ class Memory:
     timing = True
     """Whether costly timestamps are wanted; the training thread may change it."""
 
-    # The clock itself, as there is nothing to order: these are called for every group.
+    # Functions in C, as there is nothing to order or to wait for: these are called very often.
     now: Callable[[], Stamp] = staticmethod(perf_counter)
     """The present moment in the training thread's work."""
     stamp_gradient: Callable[[], Stamp] = staticmethod(perf_counter)
@@ -74,6 +75,15 @@ class Memory:
     """Order the next message after what the lane has packed so far."""
     end_group: Callable[[], Stamp] = staticmethod(perf_counter)
     """The moment at which a group ends in the lane's work; monitored until then."""
+    is_enqueued: Callable[[Work[None]], bool] = staticmethod(methodcaller("test"))
+    """Make progress; True once later work of this lane may use the result: on the host when the
+    work is complete, on a device when it is enqueued on the lane's stream."""
+    poll: Callable[[], object] = staticmethod(bool)
+    """Called in every pass of the loop; ``BackendError`` if an enqueued operation failed."""
+    gradient_dependencies: Callable[[], Dependencies] = staticmethod(tuple)
+    """Dependencies that cover all gradients of the step so far."""
+    update_dependencies: Callable[[], Dependencies] = staticmethod(tuple)
+    """Dependencies that cover the calling thread's work so far."""
 
     def __init__(self, backend: Backend, zero_copy_min_bytes: int | None = None) -> None:
         self.backend = backend
@@ -133,14 +143,6 @@ class Memory:
         """Copy reduced tensors out of a message, at the latest when the training thread joins."""
         table.unpack()
 
-    def is_enqueued(self, work: Work[None]) -> bool:
-        """Make progress; True once later work of this lane may use the result: on the host when the
-        work is complete, on a device when it is enqueued on the lane's stream."""
-        return work.test()
-
-    def poll(self) -> None:
-        """Called in every pass of the loop; ``BackendError`` if an enqueued operation failed."""
-
     @property
     def waiting_since(self) -> float | None:
         """Since when the oldest enqueued group is incomplete (``time.monotonic``)."""
@@ -154,17 +156,9 @@ class Memory:
     def begin(self, profiling: bool) -> None:
         """Begin a step; ``profiling`` requests timestamps of gradients."""
 
-    def gradient_dependencies(self) -> Dependencies:
-        """Dependencies that cover all gradients of the step so far."""
-        return ()
-
     def close(self) -> tuple[Stamp, Dependencies]:
         """Close the step: its timestamp, and dependencies covering all training work so far."""
         return perf_counter(), ()
-
-    def update_dependencies(self) -> Dependencies:
-        """Dependencies that cover the calling thread's work so far."""
-        return ()
 
     def await_arrival(self, end: Stamp) -> None:
         """Order the training thread's later work after a group that ended at ``end``."""
