@@ -54,7 +54,7 @@ from wfbp.torch.collectives import (
 )
 from wfbp.torch.compiling import compile_backend, uncompiled
 from wfbp.torch.compression import Compression
-from wfbp.torch.joining import join
+from wfbp.torch.ending import join
 from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.state import (
     broadcast_buffers,

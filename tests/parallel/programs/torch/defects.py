@@ -41,7 +41,7 @@ from tests.parallel.programs.torch.training import (
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import process
 from wfbp.torch import pending
-from wfbp.torch.joining import join
+from wfbp.torch.ending import join
 
 check = Checks()
 
