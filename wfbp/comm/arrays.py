@@ -173,16 +173,13 @@ def split(total: int, parts: int) -> list[tuple[int, int]]:
 
 
 class MemoryAt:
-    """Memory at an address, described for NumPy; keeps its owner alive."""
+    """Memory at an address, described for NumPy (``array``) or PyTorch (``cuda_array``), which take
+    it over without copying; keeps its owner alive."""
 
-    def __init__(self, address: int, nbytes: int, owner: object, writeable: bool = True) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object, kind: str = "array") -> None:
         self.owner = owner
-        self.__array_interface__ = {
-            "data": (address, not writeable),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        facts = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+        setattr(self, f"__{kind}_interface__", facts)
 
 
 def zeroed(nbytes: int) -> Buffer:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from wfbp.comm.arrays import Buffer
+from wfbp.comm.arrays import Buffer, MemoryAt
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.links import OnDevice
 from wfbp.comm.locations import Location, in_host_memory
@@ -95,21 +95,12 @@ def raw(tensor: torch.Tensor) -> Buffer:
     if not (address := tensor.data_ptr()):  # it wraps another tensor, which may yet arrive
         return tensor.detach().reshape(-1).view(torch.uint8).numpy()
     # Not by Tensor.numpy(), after which the tensor's memory can no longer be resized; FSDP does.
-    return np.asarray(_Exported("array", address, tensor.nbytes, tensor))
+    return np.asarray(MemoryAt(address, tensor.nbytes, tensor))
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of the same values on the host: itself, where it is one."""
     return resolved(tensor.detach()).cpu().contiguous()
-
-
-class _Exported:
-    """Memory as NumPy (``array``) or PyTorch (``cuda_array``) takes it over without copying."""
-
-    def __init__(self, kind: str, address: int, nbytes: int, owner: object) -> None:
-        self.owner = owner
-        facts = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-        setattr(self, f"__{kind}_interface__", facts)
 
 
 def shared(data: Any) -> torch.Tensor:
@@ -118,7 +109,7 @@ def shared(data: Any) -> torch.Tensor:
         return torch.from_numpy(data)
     if not data.nbytes:
         return torch.empty(0, dtype=torch.uint8, device=f"cuda:{data.device.id}")
-    exported = _Exported("cuda_array", int(data.data.ptr), data.nbytes, data)
+    exported = MemoryAt(int(data.data.ptr), data.nbytes, data, "cuda_array")
     return torch.as_tensor(exported, device=f"cuda:{data.device.id}")
 
 
