@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import Literal
 
 PIPE_WIDTH = 250
 """Width of a pipe or a file; tables are wider if they need to be."""
@@ -31,12 +28,13 @@ def print_table(
     """
     from rich import box
     from rich.cells import cell_len
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     rows = [[" ".join(cell.splitlines()) for cell in row] for row in rows]
-    out = console()
     in_terminal = sys.stdout.isatty()
+    out = Console(width=None if in_terminal else PIPE_WIDTH, highlight=False)
     columns = list(zip(headings, *rows, strict=True))
     widths = []
     for heading, *cells in columns:
@@ -64,12 +62,6 @@ def print_table(
         out.print(table)
     for note in notes:
         out.print(Text(note), soft_wrap=True)  # commands and paths can be copied
-
-
-def console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
 def milliseconds(seconds: float) -> str:

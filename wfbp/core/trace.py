@@ -59,7 +59,7 @@ class Trace:
             raise ValueError(f"trace {self.model!r} has no tensors")
         unique(f"trace {self.model!r}", [t.spec.name for t in self.tensors])
         number(f"trace {self.model!r}: other_s", self.other_s)
-        whole(f"trace {self.model!r}: elements of all tensors", sum(map(_numel, self.tensors)), 0)
+        whole(f"trace {self.model!r}: elements of all tensors", sum(s.numel for s in self.specs), 0)
 
     @classmethod
     def uniform(cls, names: str, numel: int, forward_s: float, backward_s: float) -> Trace:
@@ -133,10 +133,6 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """The trace in a JSON file; ``ValueError`` starts with the file's name."""
         return read_json(path, cls.from_json)
-
-
-def _numel(tensor: TraceTensor) -> int:
-    return tensor.spec.numel
 
 
 def _tensor(index: int, row: Any) -> TraceTensor:

@@ -107,7 +107,7 @@ class MpiBackend(HostBackend):
         chunking = self._topology.chunking
         self._channel = Channel(self._group, chunking, mpi, self._comm, _name, self._pace)
         self._levels = TwoLevel.of(self._memory, self._channel, self._topology)
-        self.progresses_alone = self._topology.one_rank_per_host
+        self.progresses_alone = len(self._topology.hosts) == self.size > 1  # one rank on each
         self.on_two_levels = self._levels is not None and self._levels.between_hosts
         self.encodes = len(self._topology.hosts) > 1
         if self._levels is not None and self.on_two_levels:

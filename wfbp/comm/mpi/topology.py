@@ -58,11 +58,6 @@ class Topology:
         """The ranks of this host."""
         return next(host for host in self.hosts if self.rank in host)
 
-    @property
-    def one_rank_per_host(self) -> bool:
-        """Whether ranks share no host, and there are several."""
-        return len(self.hosts) == sum(map(len, self.hosts)) > 1
-
     def agent(self, host: Sequence[int], owner: int) -> int:
         """The rank of a host that serves a rank's block there."""
         if owner in host:
