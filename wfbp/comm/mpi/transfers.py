@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wfbp import native
@@ -138,7 +139,8 @@ class ProgressGroup:
             if self.num_polled or transfers.num_over != self._num_over:
                 self._num_over = transfers.num_over
                 for channel in self.channels:
-                    channel.step()
+                    if channel.active:
+                        channel.step()
         except Exception as error:
             self.fail(error)
 
@@ -158,7 +160,7 @@ class ProgressGroup:
     def rest(self, nap_s: float, most_s: float) -> bool:
         """Sleep until a task may go on, at most ``most_s``; False, without sleeping, if none waits
         or one need not."""
-        if self.failure is not None or not any(channel.active for channel in self.channels):
+        if self.failure is not None or not any(map(attrgetter("active"), self.channels)):
             return False
         try:
             watches = self._watches() if self.num_polled else []
