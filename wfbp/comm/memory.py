@@ -174,9 +174,4 @@ class Memory:
 
     def clock(self, begun: Stamp, done: Stamp) -> Callable[[Stamp], float]:
         """Return a function from a step's stamps to seconds, once the step is done; 0 stays 0."""
-        return _seconds
-
-
-def _seconds(stamp: Stamp) -> float:
-    assert not isinstance(stamp, Event)
-    return stamp
+        return float  # type: ignore[return-value]  # on the host stamps are seconds

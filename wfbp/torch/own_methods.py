@@ -81,7 +81,9 @@ def own_method_names(optimizer: torch.optim.Optimizer) -> list[str]:
     stored = {
         name
         for name, value in vars(optimizer).items()
-        if is_own_method(optimizer, name, value) and not hasattr(torch.optim.Optimizer, name)
+        if callable(value)
+        and is_own_method(optimizer, name, value)
+        and not hasattr(torch.optim.Optimizer, name)
     }
     return sorted((_methods_of(kind) | stored).difference(_PROTOCOLS))
 

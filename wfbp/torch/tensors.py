@@ -211,20 +211,18 @@ def lent(slot: BufferView, layout: Layout) -> LentTensor:
     return made[0]  # type: ignore[no-any-return]
 
 
-def _num_uses(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of a tensor's storage, and how often it is used while it is looked at."""
-    storage = tensor.untyped_storage()
-    return storage._cdata, _storage_uses(storage._cdata)
-
-
-_USES_OF_ONE = _num_uses(torch.empty(1))[1]
-
-
 def num_sharing(tensor: torch.Tensor, own: LentTensor | None) -> int:
     """How many other tensors are in a tensor's memory, beside the one that may have been lent."""
-    address, uses = _num_uses(tensor)
-    is_lent = own is not None and address == own.storage
-    return uses - (own._num_uses + 1 if own is not None and is_lent else _USES_OF_ONE)
+    storage = tensor.untyped_storage()
+    uses: int = _storage_uses(storage._cdata)
+    if own is not None and storage._cdata == own.storage:
+        return uses - own._num_uses - 1
+    return uses - _USES_OF_ONE
+
+
+_USES_OF_ONE = 0
+_USES_OF_ONE = num_sharing(torch.empty(1), None)
+"""Of the memory of a single tensor while it is looked at."""
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:

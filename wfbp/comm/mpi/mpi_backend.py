@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from wfbp import native
@@ -378,4 +379,4 @@ class MpiBackend(HostBackend):
 
 
 def _arrays(pieces: Sequence[Piece]) -> tuple[list[int], list[Buffer]]:
-    return [piece.start for piece in pieces], [piece.data for piece in pieces]
+    return [*map(attrgetter("start"), pieces)], [*map(attrgetter("data"), pieces)]
