@@ -21,6 +21,7 @@ from typing import Any, List  # noqa: UP035 - TorchScript needs it
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import wfbp.torch as wfbp
 from tests.fuzz.models import DTYPES, SPARSE, Network, ProgramError
@@ -625,6 +626,11 @@ class Run:
             found = _params(self.optimizers[act.optimizer])
         elif act.how == "vector":
             found = [nn.utils.parameters_to_vector([p.reshape(-1) for p in own])]
+        elif act.how == "modes":
+            with torch.inference_mode(), torch.device("meta"), FlopCounterMode(display=False):
+                found = [p.detach().clone() for p in own]
+        elif act.how == "subclass":
+            found = [p.as_subclass(torch.Tensor) for p in own]
         elif act.how == "norm":
             found = [torch.stack([p.detach().double().norm() for p in own])]
         else:  # a list of the program's own

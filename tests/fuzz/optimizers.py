@@ -91,6 +91,7 @@ class _Normed(_Simple):
         assert p.grad is not None
         state = self.state[p]
         state["seen"] = state.get("seen", 0) + 1
+        assert not torch.is_autocast_enabled("cpu")
         return p.grad / (p.grad.norm() + 0.1)
 
 
@@ -238,6 +239,9 @@ class _Around(optim.Optimizer):
 class _Vector(_Simple):
     """Counts its steps in a tensor of one element, beside state of the parameter's shape."""
 
+    def before(self) -> None:
+        assert all("sum" in state for state in self.state.values())
+
     def direction(self, p: torch.Tensor) -> torch.Tensor:
         state = self.state[p]
         if not state:
@@ -271,12 +275,12 @@ class _NaN(_Simple):
 
 
 class _Keeping(_Simple):
-    """Keeps the last gradient itself, about as diffGrad's original code does."""
+    """Keeps the last gradient, about as diffGrad's original code does: itself, or a view of it."""
 
     def direction(self, p: torch.Tensor) -> torch.Tensor:
         assert p.grad is not None
         before, grad = self.state[p].get("before"), p.grad
-        self.state[p]["before"] = grad
+        self.state[p]["before"] = grad if p.dim() > 1 else grad.detach()
         p.grad = None  # or the next backward pass of this rank would change what is kept
         return grad if before is None else grad - 0.3 * before
 
