@@ -11,48 +11,10 @@ from torch import nn
 import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
-from tests.parallel.programs.torch.collective_values import TORCH_DTYPES, combined, values
+from tests.parallel.programs.torch.collective_values import TORCH_DTYPES
 from tests.parallel.programs.torch.training import adamw, data, mlp, same
-from wfbp.core.types import Op
 
 check = Checks()
-
-
-@check
-def allreduce_of_tensors() -> None:
-    for dtype in TORCH_DTYPES:
-        for op in Op:
-            tensor = torch.tensor(values(wfbp.rank()), dtype=dtype)
-            before = tensor.clone()
-            found = wfbp.torch.allreduce(tensor, op=op)
-            wanted = torch.tensor(
-                combined(op, wfbp.size(), not dtype.is_floating_point), dtype=torch.float64
-            ).to(dtype)
-            same(found, wanted, f"{op} of {dtype}")
-            same(tensor, before, "the argument")
-            assert wfbp.torch.allreduce_(tensor, op=op) is tensor
-            same(tensor, wanted, f"{op} of {dtype} in place")
-
-
-@check
-def allreduce_of_odd_tensors() -> None:
-    rank, mean = wfbp.rank(), (wfbp.size() - 1) / 2
-    for shape in ((), (0,), (0, 3), (1,), (3, 1, 5), (1000, 37)):
-        found = wfbp.torch.allreduce(torch.full(shape, float(rank)))
-        same(found, torch.full(shape, mean), f"shape {shape}", 1e-6)
-    strided = torch.full((4, 6), float(rank))
-    wfbp.torch.allreduce_(strided[:, ::2], op=wfbp.Sum)
-    assert torch.equal(strided[:, ::2], torch.full((4, 3), 2 * mean * wfbp.size() / 2))
-    assert torch.equal(strided[:, 1::2], torch.full((4, 3), float(rank)))
-    leaf = torch.full((3,), float(rank), requires_grad=True)
-    assert wfbp.torch.allreduce(leaf).requires_grad
-    assert not wfbp.torch.allreduce(leaf.detach()).requires_grad
-    nan = wfbp.torch.allreduce(torch.tensor([float("nan") if rank == 0 else 1.0, 2.0]))
-    assert nan[0].isnan()
-    assert nan[1] == 2.0
-    raises(ValueError, "op is wfbp.Max", act=lambda: wfbp.torch.allreduce(nan * 1j, op=wfbp.Max))
-    raises(ValueError, "meta", act=lambda: wfbp.torch.allreduce(torch.zeros(2, device="meta")))
-    raises(ValueError, "op", act=lambda: wfbp.torch.allreduce(torch.zeros(2), op="sum"))
 
 
 @check
@@ -72,24 +34,6 @@ def allreduce_of_gradients_that_lie_apart() -> None:
         mine = gradient.detach() if rank == 0 else gradient.detach().clone()
         wfbp.torch.allreduce_(mine, op=wfbp.Sum)
         same(mine, torch.full((200, 400), 3.0 * size), "in place")
-
-
-@check
-def broadcast_of_tensors() -> None:
-    last = wfbp.size() - 1
-    for dtype in TORCH_DTYPES:
-        tensor = torch.tensor(values(wfbp.rank()), dtype=dtype)
-        before = tensor.clone()
-        found = wfbp.torch.broadcast(tensor, last)
-        same(found, torch.tensor(values(last), dtype=dtype), f"{dtype}")
-        same(tensor, before, "the argument")
-        assert wfbp.torch.broadcast_(tensor, 0) is tensor
-        same(tensor, torch.tensor(values(0), dtype=dtype), f"{dtype} in place")
-    raises(ValueError, f"root_rank is {wfbp.size()}", act=lambda: bad_root())
-
-
-def bad_root() -> None:
-    wfbp.torch.broadcast(torch.zeros(1), wfbp.size())
 
 
 @check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from mpi4py import MPI
 
 import wfbp.horovod.torch as wfbp
+import wfbp.torch as wfbp_torch
 from tests.parallel.programs.harness import Checks, raises
 from wfbp.errors import WfbpError
 from wfbp.torch import collectives
@@ -32,18 +34,23 @@ def every_type_and_shape() -> None:
     for dtype in (*INTEGERS, *FLOATS):
         for shape in ((), (0,), (3, 2), (4, 0, 2), (60, 20)):  # the last is not small
             tensor = torch.full(shape, rank + 1).to(dtype)
+            mean = 1 + ranks_sum() / size
             for op, want in (
                 (wfbp.Sum, size + ranks_sum()),
                 (wfbp.Min, 1),
                 (wfbp.Max, size),
+                (wfbp.Product, math.factorial(size)),
+                (wfbp.Average, mean if dtype in FLOATS else int(mean)),
             ):
-                found = wfbp.allreduce(tensor, op=op)
-                assert found.dtype == dtype
-                assert found.shape == tensor.shape
-                assert (found == want).all()
-            mean = wfbp.allreduce(tensor)
-            exact = 1 + ranks_sum() / size
-            assert (mean == (exact if dtype in FLOATS else int(exact))).all()
+                for by in (wfbp, wfbp_torch):
+                    found = by.allreduce(tensor, op=op)
+                    assert found.dtype == dtype
+                    assert found.shape == tensor.shape
+                    assert (found == want).all()
+                    assert (tensor == rank + 1).all()
+                    mine = tensor.clone()
+                    assert by.allreduce_(mine, op=op) is mine
+                    assert (mine == want).all()
             found = wfbp.broadcast(tensor, size - 1)
             assert (found == size).all()
             if shape:
@@ -55,7 +62,14 @@ def every_type_and_shape() -> None:
     assert wfbp.allreduce(flags, op=wfbp.Sum).tolist() == [True, True]
     assert wfbp.allreduce(flags, op=wfbp.Min).tolist() == [size == 1, True]
     assert wfbp.allgather(flags).dtype == torch.bool
+    numbers = torch.tensor([float("nan") if rank == 0 else 1.0, 2.0])
+    for nan in (wfbp.allreduce(numbers), wfbp.allreduce(numbers, prescale_factor=math.nan)):
+        assert nan[0].isnan()
+    meta = torch.zeros(2, device="meta")
     raises(ValueError, "bool has no average", act=lambda: wfbp.allreduce(flags))
+    raises(ValueError, "meta", act=lambda: wfbp.allreduce(meta))
+    raises(ValueError, "op", act=lambda: wfbp.allreduce(nan, op="sum"))
+    raises(ValueError, f"root_rank is {size}", act=lambda: wfbp.broadcast(nan, size))
 
 
 @check
@@ -330,28 +344,6 @@ def gradients_that_only_one_rank_wants() -> None:
     with torch.no_grad():
         assert not wfbp.allreduce(tensor).requires_grad
     assert not wfbp.allreduce(torch.ones(1, dtype=torch.int32)).requires_grad
-
-
-@check
-def contrastive_training() -> None:
-    """Features gathered inside the loss: the encoder learns, as in one process with all data."""
-    rank, size = wfbp.rank(), wfbp.size()
-    torch.manual_seed(3)
-    encoder = torch.nn.Linear(4, 3)
-    data = torch.randn(2 * size, 4)
-
-    def loss(features: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(features @ features.t(), torch.arange(2 * size))
-
-    loss(encoder(data)).backward()
-    want = encoder.weight.grad
-    assert want is not None
-    encoder.weight.grad = None
-    loss(collectives.allgather(encoder(data[2 * rank : 2 * rank + 2]))).backward()
-    # Each rank's loss is that of all data. An optimizer averages what its own features have.
-    assert encoder.weight.grad is not None
-    found = wfbp.allreduce(encoder.weight.grad)
-    assert torch.allclose(found, want, atol=1e-5)
 
 
 @check
