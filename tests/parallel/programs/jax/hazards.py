@@ -93,21 +93,6 @@ def recompilation() -> None:
 
 
 @check
-def functions_that_alternate() -> None:
-    params = layers(8, 5, 3)
-
-    def other(params: Any, x: jax.Array) -> jax.Array:
-        return 3 * mlp_loss(params, x)
-
-    steps = [jax.jit(wfbp.grad(loss)) for loss in (mlp_loss, other)]
-    for number in range(6):
-        factor = (1, 3)[number % 2]
-        found = steps[number % 2](params, batch(number))
-        wanted = mean(params, number)
-        close(found, jax.tree.map(partial(jnp.multiply, factor), wanted))
-
-
-@check
 def many_steps_in_flight() -> None:
     """Dispatched one after another, waited for at the end only."""
     params = layers(8, 5, 3)
@@ -262,32 +247,22 @@ def leaves_that_share() -> None:
 
 
 @check
-def leaves_without_gradient() -> None:
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean((x @ p["used"]) ** 2) + jnp.sum(jax.lax.stop_gradient(p["stopped"]))
-
-    params = {"used": data(8, 3, seed=1), "unused": jnp.ones(4), "stopped": jnp.ones((2, 2))}
-    averages(loss, params, 6, 8)
-
-
-@check
-def constant_gradients() -> None:
-    """XLA knows them before the program runs."""
-
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(p["a"]) + 2 * jnp.sum(p["b"]) + p["c"] + jnp.sum(p["d"]) + 0 * jnp.sum(x)
-
-    averages(loss, {"a": jnp.ones(5), "b": jnp.ones(5), "c": jnp.float32(1), "d": jnp.ones(5)}, 2)
-
-
-@check
 def odd_leaves() -> None:
-    """No elements, no dimensions, Python's own floats, None, and tuples."""
+    """No elements, no dimensions, Python's own floats, None, tuples; without gradient, and with
+    constant gradients, which XLA knows before the program runs."""
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean((x * p["scalar"] + p["float"] + jnp.sum(p["empty"]) + p["list"][1]) ** 2)
+        known = (
+            jnp.sum(p["one"]) + 2 * jnp.sum(p["two"]) + jnp.sum(jax.lax.stop_gradient(p["stopped"]))
+        )
+        rows = x * p["scalar"] + p["float"] + jnp.sum(p["empty"]) + p["list"][1]
+        return jnp.mean(rows**2) + known
 
     params = {
+        "unused": jnp.ones(4),
+        "stopped": jnp.ones((2, 2)),
+        "one": jnp.ones(5),
+        "two": jnp.ones(5),
         "scalar": jnp.float32(2),
         "float": 0.5,
         "empty": jnp.zeros((0, 3)),
@@ -298,14 +273,18 @@ def odd_leaves() -> None:
 
 
 @check
-def scan_over_layers() -> None:
-    stacked = {"w": data(4, 8, 8, seed=1) / 3, "b": jnp.zeros((4, 8))}
+def transformations_inside() -> None:
+    """A loss of compiled, checkpointed and mapped layers, stacked for a loop."""
+    stacked = {"w": data(4, 8, 8, seed=1) / 3, "b": jnp.zeros((4, 8)), "last": layers(8, 5, 3)}
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
+        @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
         def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
             return jnp.tanh(x @ p["w"] + p["b"]), None
 
-        return jnp.mean(jax.lax.scan(layer, x, p)[0] ** 2)
+        x = jax.lax.scan(layer, x, {"w": p["w"], "b": p["b"]})[0]
+        inner = jax.vmap(jax.checkpoint(jax.jit(mlp_loss)), in_axes=(None, 0))
+        return jnp.mean(inner(p["last"], x[:, None]))
 
     averages(loss, stacked, 6, 8)
 
@@ -350,33 +329,6 @@ def scan_whose_gradient_does_not_change() -> None:
 
     wanted = mean(params, 0)
     close(jax.tree.map(lambda g: g / 4, repeated(params, batch(0))), wanted)
-
-
-@check
-def checkpoint() -> None:
-    averages(jax.checkpoint(mlp_loss), layers(8, 5, 3), 6, 8)
-
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
-        def layer(x: jax.Array, w: jax.Array) -> jax.Array:
-            return jnp.sin(x @ w)
-
-        return jnp.mean(layer(layer(x, p["a"]), p["b"]) ** 2)
-
-    averages(loss, {"a": data(8, 8, seed=1), "b": data(8, 2, seed=2)}, 6, 8)
-
-
-@check
-def vmap_inside() -> None:
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(jax.vmap(mlp_loss, in_axes=(None, 0))(p, x[:, None]))
-
-    averages(loss, layers(8, 5, 3), 6, 8)
-
-
-@check
-def jit_inside() -> None:
-    averages(jax.jit(mlp_loss), layers(8, 5, 3), 6, 8)
 
 
 @check
@@ -431,17 +383,12 @@ def large_leaves() -> None:
 
 @check
 def without_jit() -> None:
+    """The same exchange, compiled and not, in turn."""
     params = layers(8, 5, 3)
-    for number in range(3):
-        found = wfbp.grad(mlp_loss)(params, batch(number))
-        wanted = mean(params, number)
-        close(found, wanted)
-    # The same exchange, compiled and not, in turn.
     compiled = jax.jit(wfbp.grad(mlp_loss))
-    for number in range(4):
-        found = (compiled if number % 2 else wfbp.grad(mlp_loss))(params, batch(number))
-        wanted = mean(params, number)
-        close(found, wanted)
+    for number in range(6):
+        found = (compiled if number % 3 == 2 else wfbp.grad(mlp_loss))(params, batch(number))
+        close(found, mean(params, number))
 
 
 @check
