@@ -182,6 +182,7 @@ def test_collectives_of_the_backend(mpirun: Mpirun) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_all_reduces_by_size_of_chunks(mpirun: Mpirun) -> None:
     arguments = ("tests.benchmarks", "comm", "--sweep", "--rounds", 2, "--max-bytes", 1 << 20)
     run = mpirun(2, "-m", *arguments, "--json")

@@ -16,10 +16,10 @@ PROGRAMS = Path(__file__).with_name("programs")
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_users_own_messages_are_not_touched(
-    mpirun: Callable[..., Run], mpi: str, num_ranks: int, tmp_path: Path
+    mpirun: Callable[..., Run], mpi: str, tmp_path: Path
 ) -> None:
+    num_ranks = {"mpich": 3, "openmpi": 2}[mpi]
     run = mpirun(num_ranks, PROGRAMS / "comm_user_traffic.py", tmp_path, mpi=mpi)
     told = [path.read_text() for path in tmp_path.iterdir()]
     assert told == ["fine"] * num_ranks, run.stdout + run.stderr

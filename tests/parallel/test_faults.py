@@ -30,7 +30,7 @@ def ended(n: int, *case: object, **options: Any) -> Outcome:
     return found
 
 
-@pytest.mark.parametrize(("mpi", "who"), [("mpich", 0), ("mpich", 2), ("openmpi", 1)])
+@pytest.mark.parametrize(("mpi", "who"), [("mpich", 2), ("openmpi", 1)])
 def test_an_exception_reaches_ranks_that_wait_in_a_step(mpi: str, who: int) -> None:
     found = ended(3, "fail", "step", who, mpi=mpi)
     assert REASON in found.run.stderr
@@ -40,9 +40,7 @@ def test_an_exception_reaches_ranks_that_wait_in_a_step(mpi: str, who: int) -> N
             assert caught["text"] == f"rank {rank} of 3: rank {who} failed: {REASON}"
 
 
-@pytest.mark.parametrize(
-    ("place", "who"), [("reduce", 0), ("reduce", 1), ("wrap", 0), ("torch", 1)]
-)
+@pytest.mark.parametrize(("place", "who"), [("reduce", 0), ("wrap", 0), ("torch", 1)])
 def test_an_exception_reaches_ranks_that_wait_elsewhere(place: str, who: int) -> None:
     found = ended(2, "fail", place, who)
     assert found.ranks[1 - who]["kind"] == "PeerError"

@@ -41,11 +41,7 @@ def test_runs_under_the_library_asked_for(mpirun: Callable[..., Run], mpi: str) 
     assert "aside" in run.stderr
 
 
-def test_reports_a_failing_rank(mpirun: Callable[..., Run], mpi: str) -> None:
-    run = mpirun(2, "-c", "from mpi4py import MPI; MPI.COMM_WORLD.Abort(3)", mpi=mpi, timeout=100)
-    assert run.rc not in (0, None), run
-
-
+@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
 def test_a_timeout_leaves_no_process_behind(mpirun: Callable[..., Run], mpi: str) -> None:
     mark = f"mark-{uuid.uuid4()}"
     for timeout in (3, 20, 60):  # until ranks have come so far within it
