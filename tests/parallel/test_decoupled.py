@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.programs.torch import decoupled_updates, state
-from tests.parallel.programs.torch.parameter_reads import SCHEDULES
+from tests.parallel.programs.torch import state
 from tests.parallel.runs import Job, outcome
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
@@ -17,12 +16,6 @@ STATE = [
     ALL,
     pytest.param(Job("torch/program", 2, "changing", "openmpi"), marks=pytest.mark.long),
 ]
-
-
-@pytest.mark.parametrize("name", decoupled_updates.check.all)
-@pytest.mark.parametrize("job", [ALL], ids=str)
-def test_updates(job: Job, name: str) -> None:
-    job.passes(name)
 
 
 @pytest.mark.parametrize("end", ["shutdown", "exit"])
@@ -41,13 +34,3 @@ def test_ends(end: str) -> None:
 def test_state(job: Job, name: str) -> None:
     """State that one rank reads alone, and state that is broadcast during training."""
     job.passes(name)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_parameters_are_read_anywhere(schedule: str) -> None:
-    """Right after a step, from the program's lists and by other threads."""
-    found = outcome("torch/parameter_reads", 2, timeout=150)
-    for rank, results in enumerate(found.ranks):
-        assert results is not None, found.run
-        assert not results[schedule], f"rank {rank}"
-    assert found.run.rc == 0, found.run

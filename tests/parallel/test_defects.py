@@ -19,7 +19,7 @@ CASES = [
         name,
         # Only one job has what sets schedules itself.
         marks=pytest.mark.long
-        if job not in SAMPLE or (job.ranks == 2 and name in defects.own_schedules)
+        if job not in SAMPLE or (job.ranks == 3 and name in defects.own_schedules)
         else (),
         id=f"{job}-{name}",
     )

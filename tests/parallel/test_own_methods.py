@@ -10,8 +10,8 @@ from tests.parallel.runs import Job
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 JOBS = [
-    Job("torch/program", 2, "changing"),
     Job("torch/program", 3, "mixed"),
+    pytest.param(Job("torch/program", 2, "changing"), marks=pytest.mark.long),
     pytest.param(Job("torch/program", 2, "independent"), marks=pytest.mark.long),
 ]
 

@@ -14,14 +14,11 @@ from tests.parallel.programs.torch import (
     adapter,
     adasum,
     clipping,
-    closures,
-    optimizers,
     passes,
     rebuilding,
-    skipped_steps,
+    steps,
     training_in_sets,
     uneven_data,
-    zeroing,
 )
 from tests.parallel.runs import Job
 
@@ -32,14 +29,19 @@ CHANGING = Job("torch/program", 2, "changing")
 PS_LAYERWISE = Job("torch/program", 2, "ps_layerwise")
 MIXED = Job("torch/program", 3, "mixed")
 
-OF_PLANS = (adapter.mixing, optimizers.check, closures.check, skipped_steps.check)
+OF_PLANS = (adapter.mixing, steps.check)
 """Checks whose result could depend on changes of plans."""
 
-ALONE = ("bad_arguments", "clipping", "scaler_naive", "lbfgs")
+ALONE = (
+    "bad_arguments",
+    "clipping_where_a_rank_has_no_elements",
+    "scaler_with_an_infinity_on_one_rank",
+    "lbfgs",
+)
 """Checks that also run on one rank."""
 
 
-QUICK = zeroing.check.all | optimizers.check.all | passes.check.all | clipping.check.all
+QUICK = steps.check.all | passes.check.all | clipping.check.all
 
 
 @pytest.mark.parametrize(

@@ -8,29 +8,19 @@ from tests.parallel.programs.torch import (
     around_steps,
     batch_norm,
     changed_gradients,
-    checkpoints,
     clipping,
-    closures,
     hooks,
     layouts,
-    missing,
-    optimizers,
     passes,
     precision,
-    reading,
     resuming,
-    skipped_steps,
-    zeroing,
+    steps,
 )
 
 waiting = Checks(
-    zeroing.check,
-    optimizers.check,
-    closures.check,
+    steps.check,
     arguments.check,
     changed_gradients.check,
-    skipped_steps.check,
-    reading.check,
     around_steps.check,
     batch_norm.check,
 )
@@ -38,11 +28,9 @@ waiting = Checks(
 
 mixing = Checks(
     passes.check,
-    missing.check,
     layouts.check,
     clipping.check,
     precision.check,
-    checkpoints.check,
     hooks.check,
     resuming.check,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import types
 
 import torch
 from torch import nn
@@ -13,7 +12,6 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
-    check_training,
     data,
     mlp,
     momentum,
@@ -67,29 +65,6 @@ def bad_arguments() -> None:
     assert wrap(unsuited, schedule="ps").report().get("schedule") != "ps"
     meta = nn.Linear(2, 2, device="meta")
     raises(ValueError, "meta", act=lambda: wrap(momentum(meta.parameters())))
-
-
-@check
-def step_hooks_of_the_optimizer_run() -> None:
-    model = mlp(5, 7, 3)
-    inner = momentum(model.parameters())
-    seen: list[str] = []
-    inner.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer = wfbp.torch.DistributedOptimizer(inner)
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    square(model, wfbp.rank(), 0)
-    optimizer.step()
-    assert seen == ["before", "after"], seen
-    assert isinstance(optimizer, torch.optim.SGD)
-
-
-@check
-def user_hooks_on_gradients_run() -> None:
-    def double(model: nn.Module, step: int) -> None:
-        for p in model.parameters() if step == 0 else ():
-            p.register_hook(lambda grad: 2 * grad)
-
-    check_training(mlp(5, 7, 3), square, momentum, before=double)
 
 
 @check
@@ -147,11 +122,3 @@ def two_optimizers_of_one_parameter() -> None:
     (shared * first * second).sum().backward()
     raises(RuntimeError, "encoder", "use that one", act=one.step)
     two.step()
-
-
-@check
-def every_public_name_is_what_it_was_imported_as() -> None:
-    """No module of the package hides a function of the same name."""
-    for name in wfbp.torch.__all__:
-        assert not isinstance(getattr(wfbp.torch, name), types.ModuleType), name
-    wfbp.torch.barrier()

@@ -1,8 +1,11 @@
-"""Programs that do more around ``step()`` than training needs."""
+"""Programs that do more around ``step()`` than training needs, or read parameters there."""
 
 from __future__ import annotations
 
 import copy
+import threading
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +19,9 @@ from tests.parallel.programs.torch.training import (
     Backward,
     Branches,
     Twins,
+    adamw,
     data,
+    due,
     equal,
     mlp,
     momentum,
@@ -24,6 +29,7 @@ from tests.parallel.programs.torch.training import (
     twins,
 )
 from wfbp.core import planners
+from wfbp.runtime import process
 from wfbp.runtime.tuning.tuner import TuningPhase
 
 check = Checks()
@@ -68,27 +74,6 @@ class Simple(torch.optim.Optimizer):
         p.add_(p.grad, alpha=-group["lr"])  # type: ignore[arg-type]
 
 
-class Rebinding(Simple):
-    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        p.data = p.data - group["lr"] * p.grad
-
-
-class Slowing(Simple):
-    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        p.add_(p.grad, alpha=-group["lr"] / group["count"])  # type: ignore[arg-type]
-
-
-class Normed(Simple):
-    """By tensor, with new state in every step, and sensitive to the mode that it runs in."""
-
-    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
-        assert not torch.is_autocast_enabled("cpu")
-        assert p.grad is not None
-        state = self.state[p]
-        state["sum"] = 0.9 * state.get("sum", 0.0) + p.grad
-        p.sub_(group["lr"] * state["sum"] / (1.0 + state["sum"].norm()))
-
-
 class Failing(Simple):
     updates_left = 0
     """Until it fails; 0: it does not."""
@@ -99,11 +84,6 @@ class Failing(Simple):
             self.updates_left -= 1
             if not self.updates_left:
                 raise ArithmeticError("as asked")
-
-
-@check
-def an_optimizer_that_replaces_memory() -> None:
-    beside(mlp(5, 7, 3), lambda m: Rebinding(m.parameters()))
 
 
 @check
@@ -130,60 +110,6 @@ def state_is_shared_out() -> None:
         assert sum(ranks(held)) == 2 * sum(numel), (ranks(held), numel)
         whole = optimizer.state_dict()["state"]
         assert [whole[k]["exp_avg"].numel() for k in range(len(numel))] == numel
-
-
-class Scaled(nn.Module):
-    """A group of its own for a parameter that only the first rank has a part of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(5, 40, 3)
-        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.net(x) * self.scale
-        return out
-
-    def groups(self) -> list[dict[str, Any]]:
-        return [{"params": self.net.parameters()}, {"params": [self.scale], "lr": 0.02}]
-
-
-@check
-def groups_count_on_every_rank() -> None:
-    optimizer = beside(Scaled(), lambda m: Slowing(m.groups()))
-    counts = [group["count"] for group in optimizer.state_dict()["param_groups"]]
-    assert counts == [14, 14], counts
-
-
-@check
-def a_rate_that_is_a_tensor() -> None:
-    """A scheduler writes to it between the steps."""
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        rate = torch.tensor(0.1, dtype=torch.float64)
-        return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-
-    def slower(model: nn.Module, optimizer: Any, step: int) -> None:
-        optimizer.param_groups[0]["lr"].mul_(0.7)
-
-    beside(mlp(5, 7, 3), make, after=slower)
-
-
-@check
-def modes_of_whoever_reads() -> None:
-    """An update is none of autocast's, and leaves no inference tensors behind."""
-
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            out = model(data(step, rank, 4, 5, dtype=torch.float32))
-        out.float().square().mean().backward()
-
-    def evaluate(model: nn.Module, optimizer: Any, step: int) -> None:
-        with torch.inference_mode():
-            model(data(99, 0, 4, 5))
-
-    beside(mlp(5, 7, 3).float(), lambda m: Normed(m.parameters()), backward, tolerance=0.05)
-    beside(mlp(5, 7, 3), lambda m: Normed(m.parameters()), after=evaluate)
 
 
 @check
@@ -269,23 +195,81 @@ def plans_that_change_between_steps() -> None:
 
 
 @check
-def parameters_synchronized_between_steps() -> None:
-    """With the gradients zeroed before, there is nothing to average, and nothing to step on."""
-    both = twins()
-    model, optimizer = both[:2]
-    held = list(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    for step in range(12):
-        if step % 3:
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-        else:
-            loss = model(data(step, wfbp.rank(), 4, 5)).square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
-        optimizer.synchronize()
+def compiled_model() -> None:
+    """Takes seconds."""
+    if wfbp.size() != 2 or process.current("a check").config.schedule != "layerwise":
+        return
+    # It warns of hooks on all modules, which exist while forward is measured.
+    warnings.filterwarnings("ignore", "Using `torch.compile")
+    warnings.filterwarnings("ignore", module="torch._dynamo")
+    both = twins(adamw)
+    backend = wfbp.torch.compile_backend("aot_eager", piece_bytes=100)
+    compiled = torch.compile(both.model, backend=backend)
+    for step in range(10):
+        both.optimizer.zero_grad()
+        square(compiled, wfbp.rank(), step)
+        both.optimizer.step()
         both.follow(step)
-        equal([p.data for p in held], both.reference.parameters(), f"step {step}", 1e-11)
-    both.step_synchronized()
+        if due(step, 10):
+            both.compare(f"step {step}")
+
+
+@check
+def a_thread_that_reads_between_steps() -> None:
+    """It finds what the last step made, under a lock of the program's."""
+    both = twins(model=mlp(5, 300, 300, 3))
+    held, lock, end = list(both.model.parameters()), threading.Lock(), threading.Event()
+    history = [[p.detach().clone() for p in held]]
+    taken: list[tuple[int, list[torch.Tensor]]] = []
+
+    def read() -> None:
+        while not end.is_set():
+            with lock:
+                taken.append((len(history) - 1, [p.detach().clone() for p in held]))
+            time.sleep(2e-3)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for step in range(12):
+        square(both.model, wfbp.rank(), step)
+        both.follow(step)
+        with lock:
+            both.optimizer.step()
+            history.append([p.detach().clone() for p in both.reference.parameters()])
+        both.optimizer.zero_grad()
+    end.set()
+    thread.join()
+    for number, found in taken:
+        equal(found, history[number], f"after step {number}", 1e-11)
+    assert taken
+
+
+@check
+def training_that_just_ends() -> None:
+    """The optimizer goes while parameters travel: the model must be whole all the same."""
+    for steps in range(1, 12, 2):
+        both = twins()
+        for step in range(steps):
+            both.step(step)
+        both = both._replace(optimizer=None)
+        both.equal(f"after {steps}", 1e-12)
+
+
+@check
+def phases_of_fine_tuning() -> None:
+    """First all layers, then the head alone by another optimizer, while the first one is kept."""
+    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
+    reference.load_state_dict(model.state_dict())
+    kept = []
+    for phase in range(3):
+        for net in (model, reference):
+            net[0].requires_grad_(phase == 0)
+        mine, other = (
+            adamw(net.parameters() if phase == 0 else net[2].parameters())
+            for net in (model, reference)
+        )
+        both = Twins(model, wfbp.torch.DistributedOptimizer(mine), reference, other)
+        kept.append(both)
+        for step in range(8):
+            both.step(step)
+        both.equal(f"phase {phase}", 1e-12)

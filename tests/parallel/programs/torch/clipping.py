@@ -27,20 +27,6 @@ check = Checks()
 
 
 @check
-def clipping() -> None:
-    both = twins(adamw)
-    for step in range(12):
-        both.optimizer.zero_grad()
-        both.backward(step)
-        both.optimizer.synchronize()
-        norms = [nn.utils.clip_grad_norm_(net.parameters(), 1e-3) for net in both.nets]
-        both.step_synchronized()
-        both.plain.step()
-        same(*norms, "norm", 1e-12)
-        both.compare(f"step {step}")
-
-
-@check
 def clipping_before_averaging_is_an_error() -> None:
     for unused_first in (False, True):
         model = nn.ModuleList([nn.Linear(2, 2).double(), mlp(5, 7, 3)])
@@ -191,34 +177,6 @@ def clipping_a_norm_that_is_no_number() -> None:
 
 
 @check
-def norms_that_are_none() -> None:
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(mlp(5, 7, 3).parameters()))
-    for norm_type in (0.0, -2.0, float("-inf"), float("nan")):
-        raises(ValueError, "above 0", act=lambda p=norm_type: optimizer.clip_grad_norm_(1.0, p))
-
-
-@check
-def changing_averages_before_a_step() -> None:
-    """Between synchronize() and the step a program may do with gradients what it likes."""
-    both = twins(adamw, mlp(5, 7, 7, 3))
-    for step in range(12):
-        both.optimizer.zero_grad()
-        both.backward(step)
-        both.optimizer.synchronize()
-        for net in both.nets:
-            for k, p in enumerate(net.parameters()):
-                if k % 3 == 0:
-                    p.grad = torch.clamp(p.grad, -1e-2, 1e-2)
-                elif k % 3 == 1:
-                    p.grad.mul_(0.5)
-                else:
-                    p.grad = None
-        both.step_synchronized()
-        both.plain.step()
-        both.compare(f"step {step}")
-
-
-@check
 def clipping_where_a_rank_has_no_elements() -> None:
     """Shards of so small a model are empty on all ranks but the first."""
     torch.manual_seed(4)
@@ -234,3 +192,20 @@ def clipping_where_a_rank_has_no_elements() -> None:
         both.update()
         same(norm, wanted, "norm", 1e-5)
         both.compare(f"step {step}", 1e-5)
+
+
+@check
+def one_rank_alone_synchronizes() -> None:
+    """Then all get whole averages, though the others step at once."""
+    for schedule in (None, "independent"):
+        both = twins(adamw, named=True, schedule=schedule)
+        for step in range(9):
+            both.optimizer.zero_grad()
+            square(both.model, wfbp.rank(), step)
+            if wfbp.rank() == step % wfbp.size():
+                both.optimizer.synchronize()
+                both.step_synchronized()
+            else:
+                both.optimizer.step()
+            both.follow(step)
+            both.compare(f"{schedule}, step {step}")

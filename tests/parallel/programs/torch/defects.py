@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import itertools
 import math
 import os
 import threading
 import time
-import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -26,6 +24,7 @@ import wfbp.horovod.torch as hvd
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
+    Backward,
     Twins,
     averaged,
     check_training,
@@ -40,7 +39,6 @@ from tests.parallel.programs.torch.training import (
 )
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import process
-from wfbp.torch import pending
 from wfbp.torch.ending import join
 
 check = Checks()
@@ -89,30 +87,7 @@ class Descent(torch.optim.Optimizer):
         return float(group["lr"])
 
 
-class SelfBound(Descent):
-    """Keeps a bound method of its own as an attribute."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self._update = self._single
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self._update()
-
-    def _single(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"])
-
-
-@check
-def bound_method_as_attribute() -> None:
-    check_training(pair()[0], square, SelfBound, steps=STEPS)
-
-
-class SelfPartial(SelfBound):
+class SelfPartial(Descent):
     """Keeps its own method with arguments filled in."""
 
     def __init__(self, params: Any) -> None:
@@ -122,7 +97,7 @@ class SelfPartial(SelfBound):
 
 @check
 def bound_method_within_a_partial() -> None:
-    """The same, and the program declares that the optimizer may be stepped in parts."""
+    """The program declares that the optimizer may be stepped in parts."""
     params = pair()[0].parameters()
     wrap = functools.partial(
         wfbp.DistributedOptimizer, SelfPartial(params), optimizer_sharding=True
@@ -206,68 +181,6 @@ def gradient_taken_by_an_earlier_hook() -> None:
     agree(model)
 
 
-class Averaging(torch.optim.Optimizer):
-    """Keeps an average of the parameters beside them: ``eval()`` and ``train()`` exchange both."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "average" not in state:
-                    state["average"] = p.clone()
-                    state["curvature"] = torch.zeros_like(p)
-                p.sub_(group["lr"] * p.grad / (1 + state["curvature"]))
-                state["average"].lerp_(p, 0.5)
-
-    @torch.no_grad()
-    def exchange(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "average" in self.state[p]:
-                    kept = p.clone()
-                    p.copy_(self.state[p]["average"])
-                    self.state[p]["average"].copy_(kept)
-
-    @torch.no_grad()
-    def update_curvature(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and "curvature" in self.state[p]:
-                    self.state[p]["curvature"].lerp_(p.grad.square(), 0.5)
-
-
-@check
-def methods_that_use_state() -> None:
-    """Methods of schedule-free optimizers, and of those that estimate curvature."""
-    for options in ({}, {"optimizer_sharding": True}):
-        _use_state(options)
-
-
-def _use_state(options: Any) -> None:
-    both = twins(Averaging, **options)
-    optimizers = (both.optimizer, both.plain)
-    for step in range(STEPS):
-        both.optimizer.zero_grad()
-        both.backward(step)
-        both.optimizer.synchronize()
-        for each in optimizers if step % 2 else ():
-            each.update_curvature()
-        both.step_synchronized()
-        both.plain.step()
-        for each in optimizers:
-            each.exchange()
-        both.equal(f"step {step}, {options}: averages")
-        for each in optimizers:
-            each.exchange()
-    both.equal(f"{options}: parameters")
-
-
 class Words(nn.Module):
     """A table of words, with sparse gradients unless ``dense``."""
 
@@ -280,84 +193,6 @@ class Words(nn.Module):
     def forward(self, step: int, rank: int) -> torch.Tensor:
         words = self.table(torch.tensor([rank, 5 + step % 3, 5]))
         return torch.as_tensor(words).square().sum()
-
-
-def words() -> tuple[Words, Any]:
-    model = Words()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, wfbp.DistributedOptimizer(inner, schedule="layerwise")
-
-
-@check
-def sparse_gradients_in_a_list() -> None:
-    """Zeroed in place by a list that was made after the first step."""
-    model, optimizer = words()
-    reference = Words(dense=True)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    lists: list[torch.Tensor] = []
-    for step in range(4):
-        for grad in lists:
-            grad.zero_()
-        model(step, wfbp.rank()).backward()
-        for rank in range(wfbp.size()):
-            (reference(step, rank) / wfbp.size()).backward()
-        optimizer.step()
-        plain.step()
-        equal(model.parameters(), reference.parameters(), f"step {step}")
-        if step == 0:
-            lists = [net.table.weight.grad for net in (model, reference)]  # type: ignore[misc]
-
-
-@check
-def scaler_and_sparse_gradients() -> None:
-    """Unscaled before they are averaged, with an infinity on one rank."""
-    model, optimizer = words()
-    for step in range(3):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        optimizer.zero_grad()
-        loss = model(step, wfbp.rank())
-        if step == 1 and wfbp.rank() == 0:
-            loss = loss + model.table(torch.tensor([7])).sum() * math.inf
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        refused(functools.partial(scaler.step, optimizer), "optimizer.synchronize()")
-        scaler.update()
-        agree(model, f"step {step}")
-
-
-@check
-def changed_sparse_gradient() -> None:
-    """Clamped in place, replaced, or scaled, before it is averaged."""
-
-    def clamp(grad: torch.Tensor) -> torch.Tensor:
-        grad._values().clamp_(-1e-3, 1e-3)
-        return grad
-
-    def scale(grad: torch.Tensor) -> torch.Tensor:
-        grad.mul_(0.5)
-        return grad
-
-    def clamp_data(grad: torch.Tensor) -> torch.Tensor:
-        grad.data._values().clamp_(-1e-3, 1e-3)
-        return grad
-
-    def replace(grad: torch.Tensor) -> torch.Tensor:
-        return grad.coalesce() * 0.5
-
-    for change in (clamp, scale, clamp_data, replace):
-        model, optimizer = words()
-        for step in range(3):
-            optimizer.zero_grad()
-            model(step, wfbp.rank()).backward()
-            weight = model.table.weight
-            if step < 2:
-                optimizer.step()
-                continue
-            assert weight.grad is not None
-            weight.grad = change(weight.grad)
-            raises(RuntimeError, "optimizer.synchronize()", act=optimizer.step)
-            optimizer.zero_grad()
-        agree(model, change.__name__)
 
 
 class SAM(torch.optim.Optimizer):
@@ -398,58 +233,6 @@ class SAM(torch.optim.Optimizer):
         self.second_step()
 
 
-def train_sam(sam: Any, backward: Callable[[int], None], how: str) -> None:
-    """Some steps, by ``first_step()`` and ``second_step()``, also after ``synchronize()``, or by
-    ``step(closure)``."""
-
-    def average() -> None:
-        if how == "synchronized" and hasattr(sam, "synchronize"):
-            sam.synchronize()
-
-    for step in range(STEPS):
-        sam.zero_grad()
-        backward(step)
-        if how == "closure":
-
-            def again(step: int = step) -> None:
-                sam.zero_grad()
-                backward(step)
-
-            sam.step(again)
-            continue
-        average()
-        sam.first_step(zero_grad=True)
-        backward(step)
-        average()
-        sam.second_step(zero_grad=True)
-
-
-def check_sam(how: str) -> bool:
-    """Trains as one process would, or is refused on every rank; whether it trained."""
-    both = twins(SAM)
-    train_sam(both.plain, lambda step: averaged(both.reference, square, step, wfbp.size()), how)
-    act = functools.partial(
-        train_sam, both.optimizer, lambda step: square(both.model, wfbp.rank(), step), how
-    )
-    if refused(act, "optimizer.synchronize()"):
-        return False
-    both.equal(how)
-    return True
-
-
-@check
-def steps_by_other_methods() -> None:
-    """Steps that are not named ``step``; after ``synchronize()`` they train."""
-    check_sam("as alone")
-    assert check_sam("synchronized"), "refused although gradients were averaged"
-
-
-@check
-def gradients_before_a_closure() -> None:
-    """``loss.backward(); optimizer.step(closure)`` where the step uses both gradients."""
-    assert check_sam("closure")
-
-
 @check
 def sums_before_a_closure() -> None:
     """With ``op=Sum``: a closure that does not zero adds to what is a sum already."""
@@ -472,7 +255,7 @@ def sums_before_a_closure() -> None:
         both.equal(f"step {step}")
 
 
-SCHEDULES = ("oasr", "hybrid", "independent", "auto")
+SCHEDULES = ("independent", "auto")
 
 own_schedules: set[str] = set()
 """Checks that set schedules themselves: one mode for each number of ranks is enough."""
@@ -491,31 +274,42 @@ def assign(model: nn.Module, rank: int, step: int, how: str = "replaced") -> Non
     for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
         if how == "replaced" or p.grad is None:
             p.grad = grad
-        else:
-            p.grad.copy_(grad)
+        else:  # PyTorch counts no changes of ``data``
+            (p.grad.data if how == "data" else p.grad).copy_(grad)
 
 
 @check
-def own_methods_after_assigned_gradients() -> None:
-    """They are averaged, also where they are written in place and for ``step(closure)``."""
-    for how, ends in itertools.product(("replaced", "written"), ("second_step", "closure")):
+def sharpness_aware_minimization() -> None:
+    """Gradients of backward passes, or assigned or written ones, for steps by other methods or by
+    ``step(closure)``; also after ``synchronize()``."""
+    ways: dict[str, Backward] = {
+        "backward": square,
+        "replaced": assign,
+        "written": functools.partial(assign, how="written"),
+        "data": functools.partial(assign, how="data"),
+    }
+    for how, ends in itertools.product(ways, ("second_step", "closure")):
         both = twins(SAM)
         for step in range(STEPS):
 
             def mine(again: int, both: Any = both, step: int = step, how: str = how) -> None:
-                assign(both.model, wfbp.rank(), 2 * step + again, how)
+                if how == "backward":
+                    both.optimizer.zero_grad()
+                ways[how](both.model, wfbp.rank(), 2 * step + again)
 
-            def all_of_them(again: int, both: Any = both, step: int = step) -> None:
-                averaged(both.reference, assign, 2 * step + again, wfbp.size())
+            def all_of_them(again: int, both: Any = both, step: int = step, how: str = how) -> None:
+                averaged(both.reference, ways[how], 2 * step + again, wfbp.size())
 
             for each, set_gradients in ((both.optimizer, mine), (both.plain, all_of_them)):
                 set_gradients(0)
                 if ends == "closure":
                     each.step(functools.partial(set_gradients, 1))
-                else:
-                    each.first_step()
-                    set_gradients(1)
-                    each.second_step()
+                    continue
+                if step % 2 and how == "backward" and each is both.optimizer:
+                    each.synchronize()
+                each.first_step()
+                set_gradients(1)
+                each.second_step()
             both.equal(f"{how}, {ends}, step {step}")
 
 
@@ -539,43 +333,10 @@ def own_methods_where_a_rank_has_no_gradients() -> None:
     wfbp.init(config=usual)
 
 
-@with_schedules
-def own_methods_after_synchronize_and_clipping() -> None:
-    """They see whole averages, clipped, and are not averaged again; those that follow are new."""
-    for schedule, declared in itertools.product(SCHEDULES, (True, None)):
-        both = twins(Fisher, schedule=schedule, optimizer_sharding=declared)
-        for step in range(STEPS):
-            both.optimizer.zero_grad()
-            both.backward(step)
-            if step % 2:
-                both.clip(0.1)
-            else:
-                both.optimizer.synchronize()
-            both.optimizer.add()
-            both.plain.add()
-            if step % 3 == 0:
-                both.backward(100 + step, assign)
-            both.update()
-            both.equal(f"{schedule}, {declared}, step {step}")
-
-
 class Fisher(Descent):
-    """Adds up squares of gradients by a method of its own, and divides by them."""
+    """Looks at gradients by a method of its own."""
 
-    @torch.no_grad()
-    def add(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    total = self.state[p].setdefault("squares", torch.ones_like(p))
-                    total += p.grad.square()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(group["lr"] * p.grad / self.state[p]["squares"])
+    def add(self) -> None: ...
 
 
 class RunsBackward(Descent):
@@ -590,12 +351,9 @@ class RunsBackward(Descent):
                     p.sub_(group["lr"] * p.grad)
                     p.grad = None
 
-    def backward(self, *losses: torch.Tensor) -> None:
+    def whole(self, *losses: torch.Tensor) -> None:
         for loss in losses:
             loss.backward()
-
-    def whole(self, *losses: torch.Tensor) -> None:
-        self.backward(*losses)
         self.step()
 
     @torch.no_grad()
@@ -614,59 +372,22 @@ def own_methods_that_run_backward() -> None:
 
     both = twins(RunsBackward)
     model, optimizer, reference, plain = both
-    for step in range(3 * STEPS):
+    for step in range(2 * STEPS):
         every = [losses(reference, rank, step) for rank in range(wfbp.size())]
         means = [torch.stack(each).mean() for each in zip(*every, strict=True)]
         for each, mine in ((optimizer, losses(model, wfbp.rank(), step)), (plain, means)):
-            if step % 3 == 0:
+            if step % 2:
                 each.fused_backward(sum(mine))
-                continue
-            if step % 3 == 1:
-                each.backward(*mine)
-                each.step()
             else:
                 each.whole(*mine)
-            each.zero_grad()
+                each.zero_grad()
         both.equal(f"step {step}")
     optimizer.zero_grad()
     loss = losses(model, wfbp.rank(), 0)[0]
     assert refused(lambda: optimizer.step(None, lambda: loss), "function", "argument 2")
     optimizer = wfbp.DistributedOptimizer(RunsBackward(model.parameters()), op=wfbp.Sum)
-    assert refused(functools.partial(optimizer.backward, loss), "backward() runs backward")
+    assert refused(functools.partial(optimizer.fused_backward, loss), "fused_backward() runs back")
     optimizer.zero_grad()
-
-
-@with_schedules
-def gradients_changed_after_clipping() -> None:
-    """An error under every schedule, also without a step between; not after ``synchronize()``."""
-
-    def scale(model: nn.Module) -> None:
-        for p in model.parameters():
-            p.grad *= 0.5  # type: ignore[operator]
-
-    def remove(model: nn.Module) -> None:
-        model[0].weight.grad = None  # type: ignore[index,union-attr]
-
-    changes: list[Callable[[nn.Module], None]] = [
-        lambda model: assign(model, wfbp.rank(), 7),
-        scale,
-        remove,
-    ]
-    for schedule, change in itertools.product(SCHEDULES, changes):
-        model, optimizer = twins(schedule=schedule)[:2]
-        for step in range(4):
-            square(model, wfbp.rank(), step)
-            optimizer.clip_grad_norm_(0.1)
-            change(model)
-            assert refused(optimizer.step, "after clip_grad_norm_()"), schedule
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.synchronize()
-            optimizer.clip_grad_norm_(0.1)
-            scale(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        agree(model, schedule)
 
 
 @check
@@ -717,58 +438,23 @@ def further_arguments_of_step() -> None:
         both = twins(
             functools.partial(Further, lr=0.1), schedule=schedule, optimizer_sharding=declared
         )
-        model, optimizer, reference, plain = both
         for step in range(STEPS):
-            optimizer.zero_grad()
+            both.optimizer.zero_grad()
             both.backward(step)
             if step == 3:
                 both.clip(0.1)
             rates = [torch.tensor(0.5 + step)]
             if step % 4 == 1:
-                again = functools.partial(square, model, wfbp.rank(), step)
-                optimizer.step(again, 2.0, rates=rates)
-                before = [p.grad for p in reference.parameters()]
-                averaged(reference, square, step, wfbp.size())
-                for p, grad in zip(reference.parameters(), before, strict=True):
-                    p.grad += grad  # type: ignore[operator]
-                plain.step(None, 2.0, rates=rates)
+                again = functools.partial(square, both.model, wfbp.rank(), step)
+                both.optimizer.step(again, 2.0, rates=rates)
+                for p in both.reference.parameters():
+                    p.grad *= 2.0  # those of the closure are the same
+                both.plain.step(None, 2.0, rates=rates)
             elif step % 4 == 2:
                 both.update()
             else:
-                for each in (optimizer, plain):
+                for each in (both.optimizer, both.plain):
                     each.step(None, 0.5, rates=rates)
-            both.equal(f"{schedule}, {declared}, step {step}")
-
-
-class Differs(Descent):
-    """Keeps the last gradient (as the original diffGrad does), and perhaps a part of it."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                before = state.get("before", torch.zeros_like(p))
-                p.sub_(group["lr"] * p.grad * torch.sigmoid((before - p.grad).abs() * 100))
-                state["before"] = p.grad if group.get("whole", True) else p.grad.detach()
-
-
-@with_schedules
-def gradients_that_an_optimizer_keeps() -> None:
-    """They are never overwritten: as an object, or as a view of it."""
-    sharding = (True, None)
-    for whole, declared, schedule in itertools.product((True, False), sharding, SCHEDULES):
-        both = twins(
-            functools.partial(Differs, whole=whole), schedule=schedule, optimizer_sharding=declared
-        )
-        for step in range(2 * STEPS):
-            both.optimizer.zero_grad()
-            both.backward(step)
-            if step % 5 == 4:
-                both.optimizer.synchronize()
-            both.update()
             both.equal(f"{schedule}, {declared}, step {step}")
 
 
@@ -908,24 +594,18 @@ def clipping_without_a_removed_parameter() -> None:
 
 
 @with_schedules
-def clipped_gradients_that_are_carried_over() -> None:
-    """Decayed instead of zeroed, or stepped twice: the same under every schedule."""
-
-    for how, schedule in itertools.product(("decayed", "twice", "added"), SCHEDULES):
+def clipped_gradients_that_are_stepped_twice() -> None:
+    for schedule in SCHEDULES:
         both = twins(functools.partial(torch.optim.Adam, lr=0.01), schedule=schedule)
         for step in range(2 * STEPS):
             for p in (*both.model.parameters(), *both.reference.parameters()):
-                if how == "decayed" and p.grad is not None:
-                    p.grad.mul_(0.9)
-                elif how == "twice":
-                    p.grad = None
+                p.grad = None
             both.add(step)
             if step % 3:
                 both.clip(0.05)
             both.update()
-            if how == "twice":
-                both.update()
-            both.equal(f"{how}, {schedule}, step {step}")
+            both.update()
+            both.equal(f"{schedule}, step {step}")
 
 
 class OneMemory(nn.Module):
@@ -947,13 +627,9 @@ def gradients_that_share_memory() -> None:
     """Each gets its own average, and is clipped once."""
     for schedule, clips in itertools.product(SCHEDULES, (False, True)):
         both = twins(model=OneMemory(), schedule=schedule)
-        for step in range(2 * STEPS):
-            both.optimizer.zero_grad()
-            both.backward(step, OneMemory.backward)  # type: ignore[arg-type]
+        for _ in both.steps(2 * STEPS, f"{schedule}, {clips}", OneMemory.backward):  # type: ignore[arg-type]
             if clips:
                 both.clip(0.3)
-            both.update()
-            both.equal(f"{schedule}, {clips}, step {step}")
 
 
 @with_schedules
@@ -961,58 +637,11 @@ def gradients_moved_to_shared_memory() -> None:
     """As queues of ``torch.multiprocessing`` do: later averages are new ones."""
     for schedule in SCHEDULES:
         both = twins(schedule=schedule)
-        for step in range(2 * STEPS):
-            both.optimizer.zero_grad()
-            both.backward(step)
+        for step in both.steps(2 * STEPS, schedule):
             both.optimizer.synchronize()
             if step % 5 == 2:
                 for p in both.model.parameters():
-                    assert p.grad is not None
-                    p.grad.share_memory_()  # type: ignore[no-untyped-call]
-            both.update()
-            both.equal(f"{schedule}, step {step}")
-
-
-@with_schedules
-def kept_gradients_that_are_clipped() -> None:
-    """Also where every rank updates all, and gradients grow after they were sent."""
-    for schedule in ("oasr", "independent", "dear"):
-        both = twins(
-            functools.partial(torch.optim.SGD, lr=1.0), schedule=schedule, optimizer_sharding=False
-        )
-        kept: list[Any] = []
-        for step in range(2 * STEPS):
-            for p in (*both.model.parameters(), *both.reference.parameters()):
-                if p.grad is not None:
-                    p.grad.mul_(0.5)
-            for again in range(1 + (step > STEPS and step % 3 == 0)):
-                both.add(2 * step + again)
-            kept = kept or [p.grad for p in both.model.parameters()]
-            same(*both.clip(0.02), f"{schedule}, norm of step {step}", 1e-9)
-            both.update()
-            both.equal(f"{schedule}, step {step}")
-
-
-@check
-def methods_that_a_program_adds() -> None:
-    """A method bound to an optimizer of PyTorch's averages assigned gradients first."""
-
-    @torch.no_grad()
-    def first_step(self: Any) -> None:
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad)
-
-    def make(params: Any) -> torch.optim.Optimizer:
-        sgd: Any = torch.optim.SGD(params, 0.1)
-        sgd.first_step = types.MethodType(first_step, sgd)
-        return sgd
-
-    both = twins(make)
-    for step in range(3):
-        both.backward(step, assign)
-        for each in (both.optimizer, both.plain):
-            each.first_step()
-        both.equal(f"step {step}")
+                    p.grad.share_memory_()
 
 
 @check
@@ -1025,22 +654,15 @@ def tensors_in_a_setting() -> None:
 
     both = twins(make, optimizer_sharding=False)
     for step in range(STEPS):
+        both.step(step)
         for each in (both.optimizer, both.plain):
-            each.zero_grad()
-        both.backward(step)
-        for each in (both.optimizer, both.plain):
-            each.step()
             each.param_groups[0]["betas"][0].fill_(0.1 + 0.8 * (step % 2))
-        both.equal(f"step {step}")
+    both.equal()
 
 
-class Scaled(Descent):
-    """Steps by an attribute, an attribute of a helper, and a global."""
-
-    scale = 1.0
-
+class ByGlobal(Descent):
     def rate(self, group: dict[str, Any]) -> float:
-        return float(group["lr"]) * self.scale * RATES["all"]
+        return float(group["lr"]) * RATES["all"]
 
 
 RATES = {"all": 1.0}
@@ -1048,56 +670,15 @@ RATES = {"all": 1.0}
 
 @check
 def changed_right_after_a_step() -> None:
-    """An attribute or a global that ``step`` reads."""
-    both = twins(Scaled, optimizer_sharding=False)
-    for step in range(STEPS):
-        RATES["all"] = 1.0 + step
-        both.step(step)
-        for each in (both.optimizer, both.plain):
-            each.scale *= 0.5
-        RATES["all"] = 100.0
-    both.equal()
-    # A rate computed from another tensor, which cannot be copied as it is.
+    """A global that ``step`` reads, and a tensor from which the rate was computed."""
     base = torch.tensor(0.01, requires_grad=True)
-    both = twins(lambda params: torch.optim.Adam(params, lr=base * 1.0), optimizer_sharding=False)
-    for step in range(STEPS):
-        both.step(step)
-    both.equal()
-
-
-class ByPlace(Descent):
-    """Treats groups by their place."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for place, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] / (1 + place))
-
-
-class ByFirst(Descent):
-    """Decays all parameters by the rate of the first group."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        rate = self.param_groups[0]["lr"]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.mul_(1 - 0.3 * rate).add_(p.grad, alpha=-group["lr"])
-
-
-@check
-def groups_by_place() -> None:
-    """The groups differ in their rates alone."""
-    for kind in (ByPlace, ByFirst):
-
-        def make(params: Any, kind: Any = kind) -> Any:
-            rates = [{"params": [p], "lr": 0.1 / (1 + k)} for k, p in enumerate(params)]
-            return kind(rates)
-
-        check_training(mlp(5, 7, 7, 3), square, make, steps=STEPS, optimizer_sharding=False)
+    for make in (ByGlobal, lambda params: torch.optim.Adam(params, lr=base * 1.0)):
+        both = twins(make, optimizer_sharding=False)
+        for step in range(STEPS):
+            RATES["all"] = 1.0 + step
+            both.step(step)
+            RATES["all"] = 100.0
+        both.equal()
 
 
 @check
@@ -1156,37 +737,6 @@ def side_by_side(*acts: Callable[[], object]) -> None:
 
 
 @check
-def threads_that_clip() -> None:
-    """Each thread clips, and steps, another optimizer."""
-    pairs = [twins() for _ in range(2)]
-
-    def backward(which: int) -> Any:
-        def act(model: nn.Module, rank: int, step: int) -> None:
-            (model(data(step, rank, 4, 5)) * 10.0**which).square().mean().backward()
-
-        return act
-
-    def train(both: Twins) -> None:
-        both.clip(0.1)
-        both.update()
-
-    for step in range(STEPS):
-        for which, both in enumerate(pairs):
-            both.optimizer.zero_grad()
-            both.backward(step, backward(which))
-            both.clip(1e9)  # which averages, and leaves all as it is
-        acts = [functools.partial(train, both) for both in pairs]
-        if step >= STEPS - 2:
-            side_by_side(*acts)
-        else:
-            for act in acts:
-                act()
-    for which, both in enumerate(pairs):
-        agree(both.model, f"model {which}:")
-        both.equal(f"model {which}:")
-
-
-@check
 def threads_that_gather_state() -> None:
     """Each thread has another rank's optimizer state brought to its optimizer."""
     models, optimizers = zip(*(twins()[:2] for _ in range(2)), strict=True)
@@ -1208,79 +758,6 @@ def threads_that_gather_state() -> None:
     side_by_side(*(functools.partial(closure_step, which) for which in range(2)))
     for which, model in enumerate(models):
         agree(model, f"model {which}:")
-
-
-def counted(step: Any) -> Any:
-    """A decorator of the kind that users put on their optimizers."""
-
-    @functools.wraps(step)
-    def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.param_groups[0]["calls"] = self.param_groups[0].get("calls", 0) + 1
-        return step(self, *args, **kwargs)
-
-    return outer
-
-
-@check
-def decorated_step() -> None:
-    """The decorator runs once per step, and so do hooks."""
-
-    class Counted(torch.optim.SGD):
-        step = counted(torch.optim.SGD.step)
-
-    for wrapped in (False, True):
-        torch.optim.SGD(mlp(2, 2).parameters(), lr=0.1)  # PyTorch has decorated SGD.step by now
-        model, reference = pair()
-        optimizer: Any = Counted(model.parameters(), lr=0.1)
-        if wrapped:
-            optimizer = wfbp.DistributedOptimizer(optimizer)
-        both = Twins(model, optimizer, reference, torch.optim.SGD(reference.parameters(), lr=0.1))
-        hooks = []
-        optimizer.register_step_pre_hook(lambda *_, hooks=hooks: hooks.append(1))
-        for step in range(4):
-            if wrapped:
-                both.step(step)
-            else:
-                averaged(model, square, step, wfbp.size())
-                optimizer.step()
-                both.follow(step)
-        both.equal(f"wrapped {wrapped}")
-        calls = optimizer.param_groups[0].get("calls", 0)
-        assert (calls, len(hooks)) == (4, 4), f"{calls} calls, {len(hooks)} of hooks in 4 steps"
-
-
-@check
-def step_of_an_instance() -> None:
-    """An optimizer whose ``step`` was replaced on the instance, to keep an average."""
-    model, reference = pair()
-    inner: Any = momentum(model.parameters())
-    plain = momentum(reference.parameters())
-    average = copy.deepcopy(reference)
-    original = inner.step
-
-    def follow(mean: nn.Module, of: nn.Module) -> None:
-        with torch.no_grad():
-            for p, q in zip(mean.parameters(), of.parameters(), strict=True):
-                p.lerp_(q, 0.5)
-
-    kept = copy.deepcopy(model)
-
-    def step_and_follow(closure: Any = None) -> Any:
-        result = original(closure)
-        follow(kept, model)
-        return result
-
-    inner.step = step_and_follow
-
-    def train() -> None:
-        both = Twins(model, wfbp.DistributedOptimizer(inner), reference, plain)
-        for step in range(STEPS):
-            both.step(step)
-            follow(average, reference)
-
-    if not refused(train, "step"):
-        equal(model.parameters(), reference.parameters())
-        equal(kept.parameters(), average.parameters(), "average of")
 
 
 @check
@@ -1305,78 +782,6 @@ def operations_in_place_and_autograd() -> None:
             assert weight.grad is None, f"operation {number}"
 
 
-def readings(params: list[torch.Tensor], sums: list[torch.Tensor]) -> list[Callable[[], None]]:
-    """Ways to add gradients to sums without changing them; each adds every gradient once."""
-
-    def each(act: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
-        def run() -> None:
-            for p, total in zip(params, sums, strict=True):
-                assert p.grad is not None
-                act(total, p.grad)
-
-        return run
-
-    def plus(total: torch.Tensor, grad: torch.Tensor) -> None:
-        total += grad
-
-    def put(total: torch.Tensor, grad: torch.Tensor) -> None:
-        other = torch.empty_like(grad)
-        other[...] = grad
-        total.add_(other)
-
-    def copied(total: torch.Tensor, grad: torch.Tensor) -> None:
-        total.add_(torch.empty_like(grad).copy_(grad))
-
-    def out(total: torch.Tensor, grad: torch.Tensor) -> None:
-        torch.add(total, grad, out=total)
-
-    def flat(total: torch.Tensor, grad: torch.Tensor) -> None:
-        total.view(-1).add_(grad.view(-1))
-
-    def rows(total: torch.Tensor, grad: torch.Tensor) -> None:
-        for a, b in zip(total, grad, strict=True):
-            a.add_(b)
-
-    return [
-        each(plus),
-        each(lambda total, grad: total.add_(grad)),
-        each(lambda total, grad: total.add_(grad.data)),
-        each(lambda total, grad: total.addcmul_(grad, torch.ones_like(grad))),
-        each(copied),
-        each(put),
-        each(out),
-        each(flat),
-        each(rows),
-        each(lambda total, grad: total.add_(torch.from_numpy(grad.numpy()))),
-        lambda: torch._foreach_add_(sums, [p.grad for p in params]),
-    ]
-
-
-@check
-def gradients_that_are_read() -> None:
-    """Between backward and the step, in every way."""
-    both = twins()
-    model, optimizer, reference, _ = both
-    params = list(model.parameters())
-    found = [torch.zeros_like(p) for p in params]
-    wanted = [torch.zeros_like(p) for p in params]
-    reads = readings(params, found)
-    for step in range(2 * len(reads)):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        square(model, wfbp.rank(), step)
-        reads[step % len(reads)]()
-        optimizer.step()
-        reference.zero_grad()
-        square(reference, wfbp.rank(), step)
-        for total, q in zip(wanted, reference.parameters(), strict=True):
-            assert q.grad is not None
-            total.add_(q.grad)
-        both.follow(step)
-        both.equal(f"step {step}")
-        for a, b in zip(found, wanted, strict=True):
-            same(a, b, f"sum of gradients in step {step}", 1e-9)
-
-
 def sparse_or_dense(model: nn.Module, rank: int, step: int) -> None:
     """In turns every rank but one has a sparse gradient."""
     (loss := model(step, rank) + 0.0).backward()
@@ -1393,48 +798,6 @@ def sparse_and_dense_gradients() -> None:
         both.equal(f"step {step}")
 
 
-class Around(torch.optim.Optimizer):
-    """Wraps another optimizer without being one: its groups and its state are properties."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base = base
-
-    @property
-    def param_groups(self) -> Any:
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:
-        return self.base.state
-
-    @property
-    def defaults(self) -> Any:
-        return self.base.defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.base.zero_grad(set_to_none)
-
-    def state_dict(self) -> Any:
-        return self.base.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.base.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: Any) -> None:
-        self.base.add_param_group(param_group)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.base.step(closure)
-
-
-@check
-def groups_and_state_as_properties() -> None:
-    _, optimizer = check_training(
-        pair()[0], square, lambda params: Around(momentum(params)), steps=STEPS
-    )
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
 class BareZero(Descent):
     def zero_grad(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -1445,89 +808,6 @@ class BareZero(Descent):
 @check
 def zero_grad_without_arguments() -> None:
     check_training(pair()[0], square, BareZero, steps=STEPS)
-
-
-class CountsInAVector(Descent):
-    """Adam-like state: a count of shape ``(1,)`` beside one of the parameter's shape."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    if not state:
-                        state["count"] = torch.zeros(1)
-                        state["sum"] = torch.zeros_like(p)
-                    state["count"] += 1
-                    state["sum"] += p.grad
-                    p.sub_(group["lr"] * state["sum"] / float(state["count"]))
-
-
-@check
-def state_of_shape_one() -> None:
-    """Also if a rank's shard of the parameter has one element."""
-
-    class Few(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(wfbp.size(), dtype=torch.float64))
-            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-            self.many = nn.Parameter(torch.ones(17 * wfbp.size(), dtype=torch.float64))
-
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        seen = (model.weight * data(step, rank, wfbp.size())).sum()
-        (seen * model.scale + model.many.sum()).backward()
-
-    for sharding in (None, True):
-        _, optimizer = check_training(
-            Few(), backward, CountsInAVector, steps=STEPS, optimizer_sharding=sharding
-        )
-        for steps in (STEPS, STEPS + 1):
-            states = optimizer.state_dict()["state"]
-            for index, shape in enumerate(((wfbp.size(),), (), (17 * wfbp.size(),))):
-                state = states[index]
-                assert state["count"].tolist() == [steps], state
-                assert state["sum"].shape == shape, state
-                for theirs in MPI.COMM_WORLD.allgather(state["sum"]):
-                    same(theirs, state["sum"], "state of two ranks")
-            optimizer.load_state_dict(optimizer.state_dict())
-            optimizer.step()
-
-
-@check
-def state_emptied_where_a_rank_has_none() -> None:
-    """A rank without state of any shard, too, sees that the program has emptied its state."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.few = nn.Parameter(torch.ones(2, dtype=torch.float64))
-            self.many = nn.Parameter(torch.ones(17 * wfbp.size(), dtype=torch.float64))
-
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        (model.few * data(step, rank, 2)).sum().backward()
-
-    class Visiting(CountsInAVector):
-        def step(self, closure: Any = None) -> Any:
-            result = super().step(closure)
-            assert all("sum" in entry for entry in self.state.values()), self.state
-            return result
-
-    for sharding, kind in ((None, torch.optim.Adam), (True, Visiting)):
-        _, optimizer = check_training(
-            Two(), backward, kind, steps=STEPS, optimizer_sharding=sharding, threshold_bytes=1
-        )
-        saved = optimizer.state_dict()
-        assert list(saved["state"]) == [0], saved
-        optimizer.state = copy.copy(optimizer.state)
-        assert list(optimizer.state_dict()["state"]) == [0]
-        optimizer.state.clear()
-        assert optimizer.state_dict()["state"] == {}
-        optimizer.load_state_dict(saved)
-        assert list(optimizer.state_dict()["state"]) == [0]
-        for key, value in optimizer.state_dict()["state"][0].items():
-            same(value, saved["state"][0][key].to(value.dtype), key)
 
 
 @check
@@ -1628,17 +908,6 @@ def gradients_of_another_type() -> None:
             optimizer.step()
 
 
-@check
-def nan_as_a_setting() -> None:
-    """Equal on all ranks, as any other number."""
-
-    def make(params: Any) -> torch.optim.Optimizer:
-        return Descent(params, clip=math.nan, bounds=(0.0, math.nan), rates=torch.tensor(math.nan))
-
-    check_training(pair()[0], square, make, steps=STEPS)
-    assert wfbp.allreduce(torch.ones(2), prescale_factor=math.nan).isnan().all()
-
-
 class Wrapper:
     """Has a class derived from the optimizer's, as in Lightning, and none of its state."""
 
@@ -1665,43 +934,6 @@ def wrapped_by_an_object_of_a_derived_class() -> None:
         both.optimizer.zero_grad()
         both.follow(step)
         both.equal(f"step {step}")
-
-
-@check
-def refused_second_wrapping() -> None:
-    """The first one remains usable, and the original still refuses to step."""
-    model, reference = pair()
-    inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-    plain = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=2)
-    optimizer = wfbp.DistributedOptimizer(inner, model.named_parameters(), schedule="oasr")
-    for step in range(4):
-        for bad in (
-            {"optimizer_sharding": True},
-            {"schedule": "nonsense"},
-            {"compression": "half"},
-            {"backward_passes_per_step": 0},
-        ):
-            raises(ValueError, act=lambda bad=bad: wfbp.DistributedOptimizer(inner, **bad))
-        raises(RuntimeError, "made into a distributed optimizer", act=lambda: inner.step(None))
-
-        def evaluate(step: int = step) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(data(step, wfbp.rank(), 4, 5)).square().mean()
-            loss.backward()
-            return torch.as_tensor(loss)
-
-        def evaluate_all(step: int = step) -> torch.Tensor:
-            plain.zero_grad()
-            ranks = range(wfbp.size())
-            losses = [reference(data(step, r, 4, 5)).square().mean() for r in ranks]
-            loss = torch.stack(losses).mean()
-            loss.backward()
-            return loss.detach()
-
-        optimizer.step(evaluate)
-        plain.step(evaluate_all)
-        agree(model, f"step {step}")
-        equal(model.parameters(), reference.parameters(), f"step {step}")
 
 
 @check
@@ -1770,70 +1002,32 @@ def shown_process_set() -> None:
     assert known.ranks == list(range(wfbp.size()))
 
 
-class Encoder(nn.Module):
-    """Two layers, of which the first is also of use by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.inner, self.outer = nn.Linear(5, 64), nn.Linear(64, 3)
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(self.outer(torch.tanh(self.inner(x))))
-
-    @torch.jit.export
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.inner(x))
-
-
-def reloaded(script: Any, x: torch.Tensor) -> Any:
-    file = io.BytesIO()
-    torch.jit.save(script, file)
-    file.seek(0)
-    return torch.jit.load(file)(x)  # type: ignore[no-untyped-call]
-
-
-SCRIPT_READS: list[tuple[Callable[[Any, torch.Tensor], Any], Any]] = [
-    (lambda script, x: script(x), Encoder.forward),
-    (lambda script, x: script.encode(x), Encoder.encode),
-    (lambda script, x: script.forward(x), Encoder.forward),
-    (lambda script, x: copy.deepcopy(script)(x), Encoder.forward),
-    (reloaded, Encoder.forward),
-]
-"""Ways to read a script module, and the method of the model whose result each must have."""
-
-
-@check
+@with_schedules
 def script_modules() -> None:
-    """Made before or after wrapping, or of a part; read right after a step, and trained."""
+    """The whole model, scripted before or after wrapping, or a part; it is read right after a
+    step."""
     x = torch.ones(4, 5, dtype=torch.float64)
-    for sharding, made in itertools.product((None, False), ("before", "after", "part", "late")):
-        model, reference = Encoder(), Encoder()
+    for sharding, made in itertools.product((None, False), ("before", "after", "part")):
+        model, reference = pair()
         trained: Any = model
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`torch.jit")
-            script: Any = torch.jit.script(model)
-            if made in ("before", "late"):
-                trained = script if made == "before" else model
-            elif made == "part":
-                model.inner = torch.jit.script(model.inner)
+            if made == "part":
+                model[0] = torch.jit.script(model[0])
+            elif made == "before":
+                trained = torch.jit.script(model)
             optimizer = wfbp.DistributedOptimizer(
-                momentum(trained.parameters()), optimizer_sharding=sharding
+                momentum(trained.parameters()),
+                schedule="independent",
+                optimizer_sharding=sharding,
             )
-            plain = momentum(reference.parameters())
             if made == "after":
-                trained = script = torch.jit.script(model)
-            both = Twins(trained, optimizer, reference, plain)
+                trained = torch.jit.script(model)
+            both = Twins(trained, optimizer, reference, momentum(reference.parameters()))
             for step in range(STEPS + 2):
-                if made == "late":
-                    script = None  # nothing but the model holds the parameters during the step
                 both.step(step)
-                if made == "late":
-                    script = torch.jit.script(model)
-                read, wanted = SCRIPT_READS[step % len(SCRIPT_READS)]
                 with torch.no_grad():
-                    same(read(script, x), wanted(reference, x), f"{made}, step {step}", 1e-9)
+                    same(trained(x), reference(x), f"{made}, step {step}", 1e-9)
 
 
 class Jagged(nn.Module):
@@ -1849,7 +1043,7 @@ class Jagged(nn.Module):
         return torch.as_tensor(x.values())
 
 
-@check
+@with_schedules
 def jagged_tensors() -> None:
     """Their weights are in a list, or belong to no module."""
 
@@ -1863,21 +1057,22 @@ def jagged_tensors() -> None:
         copies = [nn.Parameter(p.detach().clone()) for p in params]
         models = Jagged(params, owned), Jagged(copies, owned)
         plain = momentum(copies)
-        optimizer = wfbp.DistributedOptimizer(momentum(params), optimizer_sharding=sharding)
+        optimizer = wfbp.DistributedOptimizer(
+            momentum(params), schedule="independent", optimizer_sharding=sharding
+        )
         for step in range(STEPS):
-            optimizer.zero_grad()
+            for each in (optimizer, plain):
+                each.zero_grad()
             backward(models[0], wfbp.rank(), step)
-            optimizer.step()
-            plain.zero_grad()
             for rank in range(wfbp.size()):
                 backward(models[1], rank, step)
             for q in copies:
                 assert q.grad is not None
                 q.grad.div_(wfbp.size())
-            plain.step()
+            for each in (optimizer, plain):
+                each.step()
             if step % 3 == 2:
-                for p, q in zip(params, copies, strict=True):
-                    same(p.detach(), q.detach(), f"owned: {owned}, step {step}", 1e-9)
+                equal(params, copies, f"owned: {owned}, step {step}")
 
 
 def forked(act: Callable[[], None]) -> None:
@@ -1941,7 +1136,7 @@ def forked_processes() -> None:
     both.equal()
 
 
-@check
+@with_schedules
 def operations_in_compiled_code() -> None:
     """They are left out of graphs: other shapes and later calls compile nothing anew."""
     graphs: list[object] = []
@@ -1967,7 +1162,7 @@ def operations_in_compiled_code() -> None:
     model = nn.Sequential(*layers, nn.Linear(6, 1)).double()
     reference = copy.deepcopy(model)
     model = wfbp.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[assignment]
-    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()))
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), schedule="independent")
     plain = momentum(reference.parameters())
     compiled: Any = torch.compile(model, backend=count, dynamic=True)
     for step in range(STEPS):
@@ -1984,27 +1179,6 @@ def operations_in_compiled_code() -> None:
             graphs.clear()
     equal(model.parameters(), reference.parameters())
     assert not graphs, f"{len(graphs)} graphs after the fourth step"
-    torch._dynamo.reset()
-
-
-@check
-def hooks_are_not_compiled() -> None:
-    """A model that is compiled when its parameters are, or have been, pending."""
-    cached: Any = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
-    for compiled_from in (0, 3):
-        torch._dynamo.reset()
-        both = twins(schedule="ps_layerwise")
-        model = both.model
-        for step in range(STEPS):
-            both.optimizer.zero_grad()
-            net: Any = model if step < compiled_from else torch.compile(model, backend="eager")
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*global hooks")
-                square(net, wfbp.rank(), step)
-            both.optimizer.step()
-            both.follow(step)
-            both.equal(f"compiled from step {compiled_from} on, step {step}")
-        assert not cached(pending._before_forward.__code__)
     torch._dynamo.reset()
 
 

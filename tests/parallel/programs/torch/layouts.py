@@ -12,7 +12,6 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
     adamw,
-    averaged,
     check_training,
     data,
     mlp,
@@ -102,21 +101,6 @@ def complex_parameters() -> None:
     narrow = wfbp.torch.Compression.bf16
     model = Waves(torch.complex64)
     check_training(model, waves, momentum, steps=6, tolerance=0.1, compression=narrow)
-
-
-@check
-def complex_parameters_that_are_clipped() -> None:
-    for norm_type in (2.0, 3.0, float("inf")):
-        both = twins(adamw, Waves())
-        for step in range(4):
-            both.optimizer.zero_grad()
-            both.backward(step, waves)
-            norm = both.optimizer.clip_grad_norm_(0.1, norm_type)
-            some = [p for p in both.reference.parameters() if p.numel()]
-            wanted = nn.utils.clip_grad_norm_(some, 0.1, norm_type)
-            same(norm, wanted, "norm", 1e-12)
-            both.update()
-        both.compare("clipped")
 
 
 @check
@@ -224,22 +208,6 @@ def sparse_gradients_that_stay_sparse() -> None:
             whole.step()
             same(model.weight.detach(), reference.weight.detach(), f"step {step}", 1e-9)
         assert model.weight.grad.is_sparse
-
-
-@check
-def sum_instead_of_average() -> None:
-    both = twins(op=wfbp.Sum)
-    model, optimizer = both[:2]
-    for step in range(8):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.synchronize()
-        other = mlp(5, 7, 3)
-        other.load_state_dict(model.state_dict())
-        averaged(other, square, step, wfbp.size())
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            same(p.grad, q.grad * wfbp.size(), "sum", 1e-12)
-        both.step_synchronized()
 
 
 @check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -194,21 +195,17 @@ def own_methods_of_every_form() -> None:
     """With and without ``zero_grad()``; the next ``step()`` is right, too."""
     for how in (*AFTER, *AROUND):
         both = twins(Moves)
-        model, optimizer, reference, plain = both
         for step in range(STEPS):
-            number = [10 * step]
+            mine, every = itertools.count(10 * step), itertools.count(10 * step)
 
-            def mine(model: Any = model, number: list[int] = number) -> None:
-                number[0] += 1
-                model.zero_grad()
-                square(model, wfbp.rank(), number[0])
+            def of_this_rank(both: Any = both, numbers: Iterator[int] = mine) -> None:
+                both.model.zero_grad()
+                square(both.model, wfbp.rank(), next(numbers))
 
-            def every(reference: Any = reference, number: list[int] = number) -> None:
-                number[0] += 1
-                averaged(reference, square, number[0], wfbp.size())
+            def of_all(both: Any = both, numbers: Iterator[int] = every) -> None:
+                averaged(both.reference, square, next(numbers), wfbp.size())
 
-            for each, run in ((optimizer, mine), (plain, every)):
-                number[0] = 10 * step
+            for each, run in ((both.optimizer, of_this_rank), (both.plain, of_all)):
                 if step % 2:
                     each.zero_grad()
                 if step == STEPS - 1:
@@ -217,7 +214,7 @@ def own_methods_of_every_form() -> None:
                 else:
                     update(how, each, run)
             both.equal(f"{how}, step {step}")
-        agree(model, how)
+        agree(both.model, how)
 
 
 @check
@@ -584,26 +581,6 @@ def state_of_sharded_parameters() -> None:
     assert len(list(optimizer.state.items())) == len(optimizer.state)
     optimizer.state = optimizer.state
     assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
-
-
-@check
-def gradients_that_are_written_where_pytorch_counts_nothing() -> None:
-    """Before a further method they are averaged, as those that PyTorch counts."""
-    both = twins(Moves)
-    model, optimizer = both[:2]
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    for step in range(STEPS):
-        for p, grad in zip(
-            model.parameters(),
-            torch.autograd.grad(loss_of(model, step), list(model.parameters())),
-            strict=True,
-        ):
-            p.grad.data.copy_(grad)
-        optimizer.move(1.0)
-        averaged(both.reference, square, step, wfbp.size())
-        both.plain.move(1.0)
-        both.equal(f"step {step}")
 
 
 class Lazy:

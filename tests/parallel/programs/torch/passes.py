@@ -1,4 +1,4 @@
-"""Several backward passes per step."""
+"""Several backward passes per step, and parameters that get no gradient."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 
 import wfbp
+import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
     Branches,
@@ -16,8 +17,10 @@ from tests.parallel.programs.torch.training import (
     data,
     due,
     mlp,
+    momentum,
     twins,
 )
+from wfbp.runtime import process
 
 check = Checks()
 
@@ -70,3 +73,24 @@ def accumulation_within_no_sync() -> None:
                 both.compare(f"step {step}")
     optimizer.set_backward_passes_per_step(2)
     raises(RuntimeError, "backward_passes_per_step=1", act=optimizer.no_sync().__enter__)
+
+
+@check
+def zeros_left_behind_do_not_start_anew() -> None:
+    """A gradient that stays zero is no news: planning must come to an end."""
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        model(data(step, rank, 4, 5), [0, 1] if step == 0 else [0]).backward()
+
+    model = Branches()
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+    phases = []
+    is_tried = process.current("a check").config.schedule == "auto"
+    for step in range(240 if is_tried else 40):
+        optimizer.zero_grad(set_to_none=False)
+        backward(model, wfbp.rank(), step)
+        optimizer.step()
+        phases.append(optimizer.report()["phase"])
+    begun = [phase for phase in phases if phase != "warm-up"]
+    assert phases[len(phases) - len(begun) :] == begun, phases  # it warms up once
+    assert not begun or "installed" in begun, phases

@@ -25,9 +25,9 @@ from tests.parallel.programs.torch.training import (
     data,
     equal,
     mlp,
-    same,
     twins,
 )
+from wfbp.torch import pending
 
 check = Checks()
 
@@ -45,34 +45,13 @@ def decoupled(make: Any = None, model: nn.Module | None = None) -> Twins:
     )
 
 
-def beside(happens: Callable[[nn.Sequential], Callable[[torch.Tensor], torch.Tensor]]) -> None:
-    """Train beside one process; from some step on by what is made of the model then."""
-    both = decoupled(adamw)
-    held, wanted = (list(net.parameters()) for net in both.nets)
-    calls = list(both.nets)
-    for step in range(2 * LATE):
-        if step == LATE:
-            calls = list(map(happens, both.nets))
-
-        def backward(net: nn.Module, rank: int, step: int, calls: Any = calls) -> None:
-            calls[net is both.reference](data(step, rank, 4, 5)).square().mean().backward()
-
-        both.step(step, backward)
-    both.optimizer.synchronize_parameters()
-    equal(held, wanted, "at the end", 1e-10)
-
-
-@check
-def layers_made_anew() -> None:
-    def happens(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
-        for k in (0, 2, 4):
-            old = model[k]
-            new = nn.Linear(old.in_features, old.out_features).double()
-            new.weight, new.bias = old.weight, old.bias
-            model[k] = new
-        return model
-
-    beside(happens)
+def made_anew(model: nn.Sequential) -> nn.Module:
+    for k in (0, 2, 4):
+        old = model[k]
+        new = nn.Linear(old.in_features, old.out_features).double()
+        new.weight, new.bias = old.weight, old.bias
+        model[k] = new
+    return model
 
 
 class Holding(nn.Module):
@@ -86,106 +65,100 @@ class Holding(nn.Module):
         return functional.linear(x, self.matrix, self.offset)
 
 
+class Listed(Holding):
+    def __init__(self, old: nn.Linear) -> None:
+        super().__init__(old)
+        self.both = [old.weight, old.bias]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, *self.both)
+
+
+def with_second_layer(kind: type[Holding], model: nn.Sequential) -> nn.Module:
+    model[2] = kind(model[2])
+    return model
+
+
+def traced(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.jit.trace(model, data(0, 0, 4, 5))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def compiled(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(lambda x: model(x), backend="eager")
+
+
+CHANGES: list[Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]] = [
+    made_anew,
+    partial(with_second_layer, Holding),
+    partial(with_second_layer, Listed),
+    traced,
+    compiled,
+]
+
+
 @check
-def layers_that_take_parameters_over() -> None:
-    def happens(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
-        model[2] = Holding(model[2])
-        return model
-
-    beside(happens)
-
-
-@check
-def a_module_that_keeps_a_list_is_made_late() -> None:
-    def happens(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
-        class Listed(Holding):
-            def __init__(self, old: nn.Linear) -> None:
-                super().__init__(old)
-                self.both = [old.weight, old.bias]
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return functional.linear(x, *self.both)
-
-        model[2] = Listed(model[2])
-        return model
-
-    beside(happens)
-
-
-@check
-def a_model_that_is_traced_late() -> None:
-    def happens(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+def models_that_are_rebuilt_late() -> None:
+    """Layers made anew, or that take parameters over; then traced, or compiled."""
+    for change in CHANGES:
+        both = decoupled(adamw)
+        held, wanted = (list(net.parameters()) for net in both.nets)
+        calls = list(both.nets)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            traced: Callable[[torch.Tensor], torch.Tensor] = torch.jit.trace(  # type: ignore[no-untyped-call]
-                model, data(0, 0, 4, 5)
-            )
-        return traced
+            warnings.simplefilter("ignore")  # of PyTorch's compilers
+            for step in range(2 * LATE):
+                if step == LATE:
+                    calls = list(map(change, both.nets))
 
-    beside(happens)
+                def backward(
+                    net: nn.Module, rank: int, step: int, calls: Any = calls, both: Any = both
+                ) -> None:
+                    call = calls[net is both.reference]
+                    call(data(step, rank, 4, 5)).square().mean().backward()
+
+                both.step(step, backward)
+        both.optimizer.synchronize_parameters()
+        equal(held, wanted, f"{change}", 1e-10)
 
 
-@check
-def a_function_that_is_compiled_late() -> None:
-    def happens(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
-        warnings.filterwarnings("ignore", "Using `torch.compile")
-        warnings.filterwarnings("ignore", module="torch._dynamo")
-        return torch.compile(lambda x: model(x), backend="eager")
+def a_step(net: nn.Module, optimizer: Any, x: torch.Tensor, how: str) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = net(x).square().mean()
+        loss.backward()
+        return loss
 
-    beside(happens)
+    if how == "closure":
+        optimizer.step(closure)
+        return
+    closure()
+    if how == "clipped":
+        optimizer.clip_grad_norm_(1e9)
+    if how == "synchronized":
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    else:
+        optimizer.step()
 
 
 @check
 def steps_that_are_compiled() -> None:
     """Around the optimizer's methods the compiler breaks its graph."""
-
-    def whole(net: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
-
-    def synchronized(net: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    def clipped(net: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.clip_grad_norm_(1e9)
-        optimizer.step()
-
-    def evaluated(net: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = net(x).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
     for schedule, ways in (
-        ("layerwise", (whole, clipped)),
-        ("ps_layerwise", (whole, synchronized, evaluated, None)),
+        ("layerwise", ("plain", "clipped")),
+        ("ps_layerwise", ("plain", "synchronized", "closure")),
     ):
-        for train in ways:
+        for how in ways:
             both = twins(adamw, mlp(5, 7, 7, 3), schedule=schedule)
-            model, optimizer = both[:2]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the compiler
-                call = torch.compile(train or optimizer.step, backend="eager")
+                call = torch.compile(a_step, backend="eager")
                 for step in range(LATE - 3):
-                    x = data(step, wfbp.rank(), 4, 5)
-                    if train is None:
-                        optimizer.zero_grad()
-                        model(x).square().mean().backward()
-                        call()
-                    else:
-                        call(model, optimizer, x)
+                    call(both.model, both.optimizer, data(step, wfbp.rank(), 4, 5), how)
                     both.follow(step)
-            both.equal(f"{schedule}: {train}", 1e-11)
+            both.equal(f"{schedule}: {how}", 1e-11)
+    cached: Any = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
+    assert not cached(pending._before_forward.__code__), "a hook was compiled"
 
 
 @check
@@ -251,23 +224,6 @@ def a_group_that_is_refused() -> None:
             assert optimizer.report().get("phase") == phase
         both.step(step)
     both.equal("after a group was refused", 1e-11)
-
-
-@check
-def another_state() -> None:
-    """Momentum is reset by giving the optimizer a new dictionary."""
-    both = decoupled(adamw)
-    for step in range(2 * LATE):
-        if step == LATE:
-            for each in (both.optimizer, both.plain):
-                each.state = defaultdict(dict)
-        both.step(step)
-    found, wanted = (o.state_dict()["state"] for o in (both.optimizer, both.plain))
-    assert found.keys() == wanted.keys()
-    for k in wanted:
-        for name in ("exp_avg", "exp_avg_sq"):
-            same(found[k][name], wanted[k][name], f"{name} of {k}", 1e-11)
-    both.equal("at the end", 1e-11)
 
 
 @check

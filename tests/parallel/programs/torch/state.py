@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
-from torch import nn
 
 import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
     adamw,
-    data,
     mlp,
     momentum,
     same,
@@ -26,8 +24,8 @@ from wfbp.errors import DisagreementError
 
 check = Checks()
 
-SCHEDULES = (None, "independent", "ps_layerwise")
-"""The mode's own, and such as decouple from the first step on."""
+SCHEDULES = (None, "ps_layerwise")
+"""The mode's own, and one that decouples from the first step on."""
 
 
 def alike(found: dict[str, Any], plain: torch.optim.Optimizer, where: str) -> None:
@@ -139,97 +137,3 @@ def state_is_asked_for_when_others_have_let_it_go() -> None:
         both.compare(lets_go, 1e-11)
         if rank == wfbp.size() - 1:
             alike(optimizer.state_dict(), plain, lets_go)
-
-
-@check
-def state_is_broadcast_in_mid_training() -> None:
-    """And then whatever a program may do."""
-    for schedule in SCHEDULES:
-        both = twins(adamw, schedule=schedule)
-        model, optimizer, _, plain = both
-        step = 0
-        for then in ("nothing", "state_dict", "broadcast", "closure", "load", "group", "wrap"):
-            for _ in range(3):
-                both.step(step)
-                step += 1
-            wfbp.broadcast_optimizer_state(optimizer, root_rank=step % wfbp.size())
-            where = f"{schedule}, {then}"
-            if then == "state_dict":
-                alike(optimizer.state_dict(), plain, where)
-            elif then == "broadcast":
-                wfbp.broadcast_optimizer_state(optimizer, root_rank=0)
-            elif then == "closure":
-
-                def closure(
-                    step: int = step, optimizer: Any = optimizer, model: Any = model
-                ) -> Any:
-                    optimizer.zero_grad()
-                    loss = model(data(step, wfbp.rank(), 4, 5)).square().mean()
-                    loss.backward()
-                    return loss
-
-                optimizer.step(closure)
-                both.follow(step)
-                step += 1
-            elif then == "load":
-                optimizer.load_state_dict(optimizer.state_dict())
-            elif then == "group":
-                for each in (optimizer, plain):
-                    extra = nn.Parameter(torch.ones(4, dtype=torch.float64))
-                    each.add_param_group({"params": [extra]})
-            elif then == "wrap":
-                optimizer = wfbp.torch.DistributedOptimizer(
-                    getattr(optimizer, "_wfbp_original", optimizer), schedule=schedule
-                )
-                both = both._replace(optimizer=optimizer)
-            both.compare(where, 1e-11)
-        for _ in range(3):
-            both.step(step)
-            step += 1
-        both.compare(f"{schedule}: at the end", 1e-11)
-        alike(optimizer.state_dict(), plain, f"{schedule}: at the end")
-
-
-class WideState(torch.optim.Optimizer):
-    """Momentum in float32, whatever the parameters are."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    wide = torch.zeros_like(p, dtype=torch.float32)
-                    mean = self.state[p].setdefault("mean", wide)
-                    mean.mul_(0.9).add_(p.grad.float())
-                    p.copy_(p.float() - group["lr"] * mean)
-
-
-@check
-def state_that_is_wider_than_its_parameters() -> None:
-    """Equal types and bits on all ranks after a broadcast, and from then on."""
-    for schedule in SCHEDULES:
-        for distributed in (True, False):
-            model = mlp(5, 7, 3).bfloat16()
-            wfbp.broadcast_parameters(model.state_dict())
-            plain = WideState(model.parameters())
-            optimizer: Any = plain
-            if distributed:
-                optimizer = wfbp.torch.DistributedOptimizer(plain, schedule=schedule)
-            for step in range(8):
-                if step == 5:
-                    wfbp.broadcast_optimizer_state(optimizer, root_rank=0)
-                    for k, values in optimizer.state_dict()["state"].items():
-                        mean = values["mean"]
-                        assert mean.dtype is torch.float32, f"{schedule}: {k} on {wfbp.rank()}"
-                        for theirs in wfbp.allgather(mean[None]):
-                            same(theirs, mean, f"{schedule}: state {k}")
-                optimizer.zero_grad()
-                rank = wfbp.rank() if distributed else 0
-                model(data(step, rank, 4, 5, dtype=torch.bfloat16)).square().mean().backward()
-                optimizer.step()
-            for p in model.parameters():
-                for theirs in wfbp.allgather(p.detach().float()[None]):
-                    same(theirs, p.detach().float(), f"{schedule}: parameters")

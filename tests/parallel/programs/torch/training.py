@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -74,6 +74,15 @@ class Twins(NamedTuple):
         self.optimizer.step()
         self.follow(step, backward)
 
+    def steps(self, count: int, where: str = "", backward: Backward | None = None) -> Iterator[int]:
+        """Steps of both; the caller's part comes between gradients and updates."""
+        for step in range(count):
+            self.optimizer.zero_grad()
+            self.backward(step, backward)
+            yield step
+            self.update()
+            self.equal(f"{where}, step {step}")
+
     def follow(self, step: int, backward: Backward | None = None) -> None:
         """The copy's part of a step."""
         averaged(self.reference, backward or square, step, wfbp.size())
@@ -94,11 +103,11 @@ class Twins(NamedTuple):
         found = self.optimizer.clip_grad_norm_(limit, *norm_type)
         return found, torch.nn.utils.clip_grad_norm_(self.reference.parameters(), limit, *norm_type)
 
-    def train(self, steps: range, total: int | None = None) -> None:
-        """Whole steps; parameters are compared when :func:`due`, as in so many steps."""
+    def train(self, steps: range) -> None:
+        """Whole steps; parameters are compared when :func:`due`."""
         for step in steps:
             self.step(step)
-            if due(step, total or steps.stop):
+            if due(step, steps.stop):
                 self.compare(f"step {step}")
 
     def compare(self, where: str, tolerance: float = 1e-12) -> None:

@@ -26,7 +26,7 @@ from wfbp.runtime import process
 
 check = Checks()
 
-SCHEDULES = ("layerwise", "auto", "ps_layerwise", "hybrid")
+SCHEDULES = ("auto", "hybrid")
 
 
 class Trained:

@@ -14,6 +14,7 @@ from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.layouts import Waves, waves
 from tests.parallel.programs.torch.training import (
     adamw,
+    averaged,
     data,
     momentum,
     pair,
@@ -26,7 +27,7 @@ from wfbp.runtime import process
 
 check = Checks()
 
-SCHEDULES = ("layerwise", "auto", "ps_layerwise", "hybrid", "ipart")
+SCHEDULES = ("layerwise", "auto", "hybrid")
 
 
 def num_batches(rank: int, epoch: int) -> int:
@@ -45,18 +46,6 @@ class Epochs:
         self.both = twins(make, named=True, **wrap)
         self.model, self.optimizer, self.reference, self.plain = self.both
 
-    def average(self, step: int, epoch: int) -> None:
-        params = list(self.reference.parameters())
-        sums = [torch.zeros_like(p) for p in params]
-        for rank in range(wfbp.size()):
-            if step < num_batches(rank, epoch):
-                self.reference.zero_grad()
-                square(self.reference, rank, 100 * epoch + step)
-                for total, p in zip(sums, params, strict=True):
-                    total += p.grad
-        for total, p in zip(sums, params, strict=True):
-            p.grad = total / wfbp.size()
-
     def step(self, step: int, epoch: int, how: str = "") -> None:
         """One batch of this rank."""
         self.optimizer.zero_grad()
@@ -72,7 +61,11 @@ class Epochs:
             self.optimizer.step()
 
     def step_reference(self, step: int, epoch: int, how: str = "") -> None:
-        self.average(step, epoch)
+        def backward(model: torch.nn.Module, rank: int, number: int) -> None:
+            if step < num_batches(rank, epoch):
+                square(model, rank, number)
+
+        averaged(self.reference, backward, 100 * epoch + step, wfbp.size())
         params = list(self.reference.parameters())
         if how == "clip":
             torch.nn.utils.clip_grad_norm_(params, 0.1)
@@ -80,9 +73,6 @@ class Epochs:
             for p in params:
                 p.grad.mul_(2.0)
         self.plain.step()
-
-    def check(self, where: str) -> None:
-        self.both.equal(where)
 
 
 @check
@@ -127,7 +117,7 @@ def unequally_many_batches() -> None:
                 assert num_batches(last, epoch) == num_batches(last_rank(epoch), epoch)
                 for step in range(num_batches(last, epoch)):
                     epochs.step_reference(step, epoch, WAYS[step % 4])
-                epochs.check(f"{schedule}, epoch {epoch}")
+                epochs.both.equal(f"{schedule}, epoch {epoch}")
             state = epochs.optimizer.state_dict()["state"]
             assert len(state) == 4
 
@@ -169,7 +159,7 @@ def several_optimizers_and_a_metric() -> None:
             for each in both:
                 each.step_reference(step, 0)
         for each in both:
-            each.check(schedule)
+            each.both.equal(schedule)
 
 
 @check
