@@ -31,6 +31,9 @@ def check(ranks: int, hosts: tuple[int, ...] = (), mpi: str = "mpich") -> None:
     assert len(set(averages.values())) == 1, averages
     exact = set(found.ranks[0]["exact averages"].values())
     assert len(exact | set(averages.values())) == 2, (exact, averages)
+    errors = found.ranks[0]["after a spike"]
+    assert max(errors.values()) < 0.1, errors
+    assert max(found.ranks[0]["made up"].values()) < 3, found.ranks[0]["made up"]
     assert not any(found.ranks[0]["differ"].values()), found.ranks[0]["differ"]
 
 

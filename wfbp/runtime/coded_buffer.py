@@ -29,7 +29,8 @@ class ErrorFeedback:
     """The rounding errors of encoding, which are added to the next step's gradients.
 
     Kept by tensor, so that they outlive plans: the errors of what this rank sends, and of the sums
-    that it owns. A block without gradient keeps its error.
+    that it owns. A block without gradient keeps its error. What the program does not use leaves no
+    error, or its gradient would arrive in the next step nevertheless.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, size: int) -> None:
@@ -45,11 +46,14 @@ class ErrorFeedback:
             self._errors[index] = errors[0], errors[1]
         return self._errors[index]
 
-    def drop(self, indices: Iterable[int] | None = None) -> None:
-        """Forget the errors of some tensors, or of all: what was sent is not used."""
-        for index in list(self._errors) if indices is None else indices:
+    def scale(self, indices: Iterable[int], scale: float) -> None:
+        """Multiply the errors of some tensors, as their averages were; 0 drops them."""
+        for index in indices:
             for error in self._errors.get(index, ()):
-                error.fill(0.0)
+                if scale:
+                    error *= np.float32(scale)
+                else:  # also what is not finite
+                    error.fill(0.0)
 
 
 class CodedBuffer:

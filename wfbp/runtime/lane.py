@@ -31,6 +31,7 @@ from wfbp.runtime.step import (
     GroupStamps,
     Step,
     StepResult,
+    Used,
 )
 
 
@@ -57,7 +58,7 @@ class Lane:
         self.backend = backend
         self.errors = ErrorFeedback(specs, backend.rank, backend.size)
         # The training thread appends and the lane takes: a deque's operations are atomic.
-        self.events: deque[GroupReady | Close | Gather] = deque()
+        self.events: deque[GroupReady | Close | Gather | Used] = deque()
         self.reply: Reply[StepResult] = Reply()
         self.arrivals: Reply[GroupStamps] = Reply()
         self.polls = memory.polls
@@ -71,6 +72,7 @@ class Lane:
         self._stamps: list[GroupStamps] = []
         self._dependencies: dict[int, Dependencies] = {}
         self._closing = False
+        self._reduced: list[int] = []  # tensors that the last step has reduced
 
     def install(
         self, plan: Plan, members: Sequence[int], costs: Costs | None = None
@@ -90,7 +92,7 @@ class Lane:
             else:  # of a large message, also where this one is small: its network is as slow
                 num_steps = max(1.0, buffer.nbytes / step_bytes)
                 self._step_s.append(cost(num_steps * step_bytes) / num_steps)
-        self._num_backward = plan.num_backward
+        self._members, self._num_backward = members, plan.num_backward
         self._sequencer = Sequencer(plan, WINDOW)
         # In one assignment: the communication thread may be asked where it is at any time.
         self._described = plan, self._sequencer
@@ -177,8 +179,11 @@ class Lane:
             progressed = True
         return progressed
 
-    def _read(self, event: GroupReady | Close | Gather) -> None:
+    def _read(self, event: GroupReady | Close | Gather | Used) -> None:
         sequencer = self._sequencer
+        if isinstance(event, Used):
+            self.errors.scale(self._reduced, event.scale)
+            return
         if isinstance(event, Gather):
             self._gather = event
             self._dependencies[sequencer.next_gather] = event.dependencies
@@ -243,8 +248,10 @@ class Lane:
                 "equally often, in the same order"
             )
         result.stamps, self._stamps = self._stamps, []
+        each = zip(self._members, result.present, strict=True)
+        self._reduced = [k for k, present in each if present]
         if result.discarded:
-            self.errors.drop()
+            self.errors.scale(self._reduced, 0)
         self.reply.put(result)
 
     @property

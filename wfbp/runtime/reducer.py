@@ -36,6 +36,7 @@ from wfbp.runtime.step import (
     Outcome,
     Step,
     StepResult,
+    Used,
 )
 from wfbp.runtime.tuning.tuner import Tuner
 
@@ -116,8 +117,9 @@ class Reducer:
         with runtime.in_turn(channel, f"{name}: making a lane"):
             backend, control_backend = runtime.lease(channel)
             self.memory = memory = location(runtime, backend, channel.call)
-        wires = {options.wire_of(spec, runtime.size) for spec in specs}
-        if memory.sends_flags_separately and not wires.isdisjoint(CODECS):
+        wires = [options.wire_of(spec, runtime.size) for spec in specs]
+        self.encoded = [k for k, wire in enumerate(wires) if wire in CODECS]
+        if memory.sends_flags_separately and self.encoded:
             raise ValueError(
                 f"{self.who}: gradients are encoded in the memory of hosts, and these are on a "
                 "device; use compression='bf16'"
@@ -134,6 +136,9 @@ class Reducer:
         self._expected = [options.passes] * len(specs)
         self._rarer_steps = 0
         self.outcome = Outcome()  # of the last one that was reduced
+        self.used_scale = 1.0
+        """What the program has multiplied the last averages by when it used them; 0 if it has not,
+        so that errors of encoding belong to nothing."""
 
         # All-gathers: this rank's shards, and the groups that have arrived.
         ranges = [shard_range(spec, runtime.rank, runtime.size) for spec in specs]
@@ -198,6 +203,8 @@ class Reducer:
         if group >= last:
             return
         dependencies = self.memory.gradient_dependencies()
+        if not group:
+            self._tell_use()
         while group < last and not missing[group]:
             # After all writes to the step: the lane may read it from here on.
             self._events.append(GroupReady(step, group, dependencies))
@@ -205,6 +212,12 @@ class Reducer:
         self._num_posted = group
         if self._thread.needs_wakeup:  # set before that thread's last look at the events
             self._thread.loop.wakeup.set()
+
+    def _tell_use(self) -> None:
+        """Before the first event of a step: what became of the last averages."""
+        if self.encoded and self.used_scale != 1:
+            self._events.append(Used(self.used_scale))
+        self.used_scale = 1.0
 
     def _may_have_left(self, index: int) -> bool:
         """Whether a tensor's group may have been sent."""
@@ -302,6 +315,8 @@ class Reducer:
     def _close_step(self, dependencies: Dependencies) -> StepResult:
         """Send the rest of the step, and wait until all of it is reduced."""
         thread, lane, step = self._thread, self._lane, self._step
+        if not self._num_posted:
+            self._tell_use()
         self._events.append(Close(step, dependencies))
         while self._discarded:  # the lane replies to these first
             thread.await_reply(lane.reply, self._name)
@@ -491,7 +506,7 @@ class Reducer:
         )
         unplanned = sorted({k for message in messages for k in message["unplanned"]})
         if unplanned:
-            self._lane.errors.drop(unplanned)
+            self._lane.errors.scale(unplanned, 0)
             views = self._lane.reduce_now(
                 self.channel,
                 [self.specs[k] for k in unplanned],

@@ -1,4 +1,4 @@
-"""Events and results of one step; the reducer posts ``GroupReady``, ``Close`` and ``Gather``."""
+"""Events and results of one step; the reducer posts ``GroupReady``, ``Close``, ``Gather``, ``Used``."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ class GroupReady(NamedTuple):
     step: Step
     group: int
     dependencies: Dependencies
+
+
+class Used(NamedTuple):
+    """The last step's averages were used, multiplied by ``scale``, which is 0 if they were not;
+    precedes the next step."""
+
+    scale: float
 
 
 class Close(NamedTuple):

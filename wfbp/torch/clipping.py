@@ -59,9 +59,9 @@ def clip(
     shards: Sequence[torch.Tensor],  # this rank's parts of gradients
     whole: Sequence[torch.Tensor],  # the same on every rank
     own: Sequence[torch.Tensor] = (),  # of this rank alone, scaled as well
-) -> float:
-    """Scale gradients so that their norm is at most the limit's, and return the norm before; a
-    collective."""
+) -> tuple[float, float]:
+    """Scale gradients so that their norm is at most the limit's; returns the norm before, and the
+    factor. A collective."""
     norms = _norms(shards, limit.norm_type)
     if channel is None or runtime.rank == 0:
         norms += _norms(whole, limit.norm_type)
@@ -78,9 +78,11 @@ def clip(
         )
     factor = limit.max_norm / (norm + _TINY)
     scaled = [*shards, *whole, *own]
-    if not factor >= 1.0 and scaled:  # also if the norm is not a number, as in PyTorch
+    if factor >= 1.0:
+        return norm, 1.0
+    if scaled:  # also if the norm is not a number, as in PyTorch
         torch._foreach_mul_(scaled, factor)
-    return norm
+    return norm, factor
 
 
 def _norms(parts: Sequence[torch.Tensor], norm_type: float) -> list[float]:

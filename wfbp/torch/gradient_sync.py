@@ -9,6 +9,7 @@ in between. Parameters and hyperparameters are compared among ranks before the f
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -278,6 +279,9 @@ class OptimizerSync:
         self._drift = Drift(runtime, reducer, params)
         self.has_left = False
         self._is_clipped = False
+        self._scale = 1.0  # that the averages were multiplied by
+        self._averages: dict[int, torch.Tensor] = {}
+        """Samples of averages that the program may change before it steps, by index."""
         self._alone = False  # whether the last step was reduced with ranks that had joined
         sharding = None
         if reducer.may_decouple:
@@ -499,6 +503,8 @@ class OptimizerSync:
         self._unsent.clear()
         self._guard.clear()
         self._is_clipped = False
+        self._scale, reducer.used_scale = 1.0, 0.0
+        self._averages.clear()
         self._take(reduced)
         if reducer.outcome.sparse:
             average = self._op is Op.AVERAGE
@@ -582,6 +588,33 @@ class OptimizerSync:
             self.held = None
         return any(slot is not None for slot in whole) or bool(self.reducer.outcome.sparse)
 
+    def note_averages(self) -> None:
+        """The program may scale the averages, and this should learn by how much."""
+        if self.reducer.encoded:
+            self._averages = self._sample_encoded()
+
+    def _sample_encoded(self) -> dict[int, torch.Tensor]:
+        encoded = self.reducer.encoded
+        chosen = encoded[:: max(1, len(encoded) // _SAMPLED_GRADIENTS)]
+        grads = {k: self._params[k].grad for k in chosen}
+        return {
+            k: tensors.sample(grad).view(grad.dtype)
+            for k, grad in grads.items()
+            if grad is not None and grad.layout is torch.strided
+        }
+
+    def use_averages(self) -> None:
+        """The averages are used, as they are now."""
+        scale, before = self._scale, self._averages
+        if before:
+            now = self._sample_encoded()
+            was, became = (
+                sum(float(values[k].abs().sum(dtype=torch.float64)) for k in before if k in now)
+                for values in (before, now)
+            )
+            scale *= became / was if was else 1.0
+        self.reducer.used_scale = scale if scale <= 1 else 1.0 if scale < math.inf else 0.0
+
     def check_no_new_gradients(self, assigned: bool = False) -> None:
         """Raise ``RuntimeError`` if gradients have appeared since they were reduced, by backward or
         ``assigned`` by the program; or if they have changed after they were clipped."""
@@ -601,6 +634,7 @@ class OptimizerSync:
             self._check_clipped()
         if self.held is not None and (args or kwargs or self.update.sharding is None):
             self.synchronize()
+        self.use_averages()
         if args or kwargs:
             self.prepare_whole()
             self.compare_arguments(args, kwargs)
@@ -678,7 +712,10 @@ class OptimizerSync:
                     own[0, slot.address] = tensors.shared(slot.data).view(param.dtype)
         scaled = list(own.values())
         channel = None if self._alone else self.reducer.channel
-        norm = clip(self.runtime, channel, limit, shards, whole, scaled)
+        norm, factor = clip(self.runtime, channel, limit, shards, whole, scaled)
+        self._scale *= factor
+        if self._averages:
+            self.note_averages()
         if watches:
             # If the optimizer uses shards, that the program changes p.grad would be in vain.
             self._is_clipped = True
@@ -738,6 +775,7 @@ class OptimizerSync:
             while True:
                 self.update.flush()
                 reducer.synchronize(joined=True)
+                reducer.used_scale = 0.0
                 self._check_drift()
                 if reducer.outcome.sparse:
                     unplanned_exchanges.sparse_sums(reducer, self._params, {}, average=False)

@@ -275,6 +275,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self._wfbp_sync_state = SyncState.OWN_METHOD
         else:
             has_averages = False
+        if has_averages:
+            sync.use_averages()
         sync.note_gradients()
         return has_averages
 
@@ -308,6 +310,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """A method of the optimizer has run backward, and may use the gradients at once."""
         if self._wfbp_sync is not None and self._wfbp_sync.open:
             self._wfbp_sync.average_within(_closing_call(f"backward in {self._wfbp_calls[-1]}"))
+            self._wfbp_sync.use_averages()
             self._wfbp_sync.note_gradients()
             self._wfbp_sync_state = SyncState.OWN_METHOD
 
@@ -358,6 +361,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         sync, evaluates = self._wfbp_sync, self._wfbp_evaluates
         averaged = sync is None or self._wfbp_has_sums() or sync.synchronize(evaluates=evaluates)
         self._wfbp_sync_state = SyncState.PROGRAM if averaged else SyncState.NO_GRADIENTS
+        if sync is not None:
+            sync.note_averages()
 
     def _wfbp_has_sums(self) -> bool:
         """Whether gradients are whole sums already, which must not be added up again."""
@@ -545,6 +550,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             if sync is not None:
                 if self._wfbp_has_new(sync):  # an optimizer may use them before it calls closure()
                     sync.synchronize(closing_call=_NUM_CALLS + 1)
+                    sync.use_averages()
                 sync.prepare_whole()
                 sync.compare_arguments(args, kwargs)
             with self._wfbp_within("step"):
@@ -613,6 +619,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self.synchronize()
         finally:
             self._wfbp_evaluates = False
+        sync.use_averages()
         combined = combined_losses(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
         this = weakref.ref(sync)  # the program may keep the loss
         return differentiable(loss, combined, lambda: (sync := this()) is None or sync.open)
@@ -646,6 +653,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_bare["load_state_dict"](state_dict)
         if self._wfbp_sync is not None:
             self._wfbp_sync.update.forget()
+            self._wfbp_sync.reducer.used_scale = 0.0
 
     @_operation
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

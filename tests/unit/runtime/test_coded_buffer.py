@@ -20,16 +20,17 @@ def test_errors_have_the_size_of_a_tensor_and_of_a_shard() -> None:
         assert errors.of(index)[0] is whole
 
 
-def test_forgotten_errors() -> None:
+def test_errors_are_scaled_or_dropped() -> None:
     errors = ErrorFeedback(SPECS, 0, 2)
     for index in (0, 1):
         for error in errors.of(index):
             error.fill(1.0)
-    errors.drop([0, 5])
-    assert not any(np.any(error) for error in errors.of(0))
-    assert all(np.all(error) for error in errors.of(1))
-    errors.drop()
-    assert not any(np.any(error) for error in errors.of(1))
+    errors.scale([0, 5], 0.25)
+    assert all(np.all(error == 0.25) for error in errors.of(0))
+    assert all(np.all(error == 1.0) for error in errors.of(1))
+    errors.of(1)[0][0] = np.nan
+    errors.scale([0, 1], 0)
+    assert not any(np.any(error) for index in (0, 1) for error in errors.of(index))
 
 
 def test_shards_of_large_tensors_begin_with_a_block() -> None:

@@ -33,8 +33,7 @@ def test_a_norm_beyond_all_numbers_is_infinite() -> None:
     """On a rank alone it must not raise: the others wait for its part."""
     runtime: Any = SimpleNamespace(rank=0, where="rank 0 of 1")
     huge = [torch.full((2,), 1e200, dtype=torch.float64)]
-    norm = clip(runtime, None, Limit(1.0, 2.0, False), huge, [])
-    assert norm == math.inf
+    assert clip(runtime, None, Limit(1.0, 2.0, False), huge, []) == (math.inf, 0.0)
     huge = [torch.full((2,), 1e200, dtype=torch.float64)]
     with pytest.raises(RuntimeError, match="the norm of the gradients is inf"):
         clip(runtime, None, Limit(1.0, 2.0, True), huge, [])
@@ -48,8 +47,9 @@ def test_the_host_waits_for_shards_and_whole_gradients_once_each(norm_type: floa
     expected = float(torch.linalg.vector_norm(torch.cat([*shards, *whole]).double(), norm_type))
     noting = Noting()
     with noting:
-        norm = clip(runtime, None, Limit(0.5, norm_type, False), shards, whole)
+        norm, factor = clip(runtime, None, Limit(0.5, norm_type, False), shards, whole)
     assert norm == pytest.approx(expected)
+    assert factor == pytest.approx(0.5 / expected)
     assert noting.waits == ["tolist", "tolist"]
     clipped = torch.linalg.vector_norm(torch.cat([*shards, *whole]).double(), norm_type)
     assert float(clipped) == pytest.approx(0.5, rel=1e-3)

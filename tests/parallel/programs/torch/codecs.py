@@ -6,8 +6,10 @@ does; writes digests, and what differs.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -103,6 +105,108 @@ def compared(schedule: str, rank: int, hosts: list[list[int]]) -> list[str]:
     return [str(s) for s, p, e in pairs if p.detach().numpy().tobytes() != e.tobytes()]
 
 
+def after_a_spike(schedule: str, what: str, rank: int) -> float:
+    """The largest error of an average in the step after one that is as large as 1e6 and not applied
+    as it was averaged."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.zeros(SHAPES[0]))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([param], lr=1.0), schedule=schedule, compression="int8"
+    )
+    state = copy.deepcopy(optimizer.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def backward(step: int, scale: float) -> None:
+        values = torch.from_numpy(given(rank, step, SHAPES[0])) * scale
+        (param * values).sum().backward()
+
+    backward(0, 1e6)
+    if what == "synchronized and cleared":
+        optimizer.synchronize()
+        optimizer.zero_grad()
+    elif what == "synchronized and cleared by the program":
+        optimizer.synchronize()
+        param.grad = None
+    elif what == "clipped":
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    elif what == "clipped and cleared":
+        optimizer.clip_grad_norm_(1e8)
+        optimizer.zero_grad()
+    elif what == "clipped by torch":
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_([param], 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    elif what == "clipped by both":
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_([param], 10.0)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    elif what == "skipped by a scaler":
+        with torch.no_grad():
+            param.grad[3, 4] = math.inf  # type: ignore[index]
+        optimizer.zero_grad()
+        scaler.scale(torch.ones(()))
+        values = torch.from_numpy(given(rank, 0, SHAPES[0])) * 1e6
+        values[5, 6] = math.inf
+        (param * values).sum().backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() < 4.0
+        param.grad = None
+    elif what == "unscaled, then clipped":
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+    elif what == "rolled back":
+        optimizer.step()
+        optimizer.load_state_dict(state)
+    optimizer.zero_grad()
+    backward(1, 1.0)
+    optimizer.synchronize()
+    every = [torch.from_numpy(given(r, 1, SHAPES[0])) for r in range(hvd.size())]
+    assert param.grad is not None
+    return float((param.grad - torch.stack(every).mean(0)).abs().max())
+
+
+def makes_up(schedule: str, rank: int, what: str) -> float:
+    """How far the sum of 30 updates by the same gradient is from exact, over that of one update."""
+    param = nn.Parameter(torch.zeros(SHAPES[0]))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([param], lr=1.0), schedule=schedule, compression="int8"
+    )
+    exact = torch.stack([torch.from_numpy(given(r, 0, SHAPES[0])) for r in range(hvd.size())])
+    errors = []
+    for step in range(1, 31):
+        optimizer.zero_grad()
+        (param * exact[rank]).sum().backward()
+        if what == "synchronized":
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        elif what == "closure":
+            optimizer.step(lambda: param.sum().detach() * 0)
+        else:
+            optimizer.step()
+        errors.append(float((param.detach() + step * exact.mean(0)).abs().max()))
+    return errors[-1] / errors[0]
+
+
+SPIKES = (
+    "synchronized and cleared",
+    "synchronized and cleared by the program",
+    "clipped",
+    "clipped and cleared",
+    "clipped by torch",
+    "clipped by both",
+    "skipped by a scaler",
+    "unscaled, then clipped",
+    "rolled back",
+)
+
+
 def reduced(schedule: str, rank: int, compression: str = "int8") -> str:
     """Averages of arrays."""
     arrays = [(str(shape), given(rank, 0, shape)) for shape in SHAPES]
@@ -145,6 +249,16 @@ def main(out: str, layout: str) -> None:
         "exact averages": {
             "reducer": reduced("layerwise", rank, "none"),
             "jax": differentiated("layerwise", rank, "none"),
+        },
+        "after a spike": {
+            f"{what}, {name}": after_a_spike(name, what, rank)
+            for what in SPIKES
+            for name in ("oasr", "hybrid")
+        },
+        "made up": {
+            f"{what}, {name}": makes_up(name, rank, what)
+            for what in ("", "synchronized", "closure")
+            for name in ("oasr", "hybrid")
         },
         "differ": {name: compared(name, rank, hosts) for name in ("oasr", "independent")},
     }
