@@ -264,6 +264,18 @@ class Costs:
         shrunk = self.map(lambda curve: curve.scaled(1.0, part))
         return replace(shrunk, all_gather=self.of(Operation.ALL_GATHER))
 
+    def encoded(self, s_per_byte: float) -> Costs:
+        """The costs if to encode and decode gradients takes so many more seconds per byte: sums are
+        encoded again in an all-reduce, and half of the work is that of a reduce-scatter."""
+        if not s_per_byte:
+            return self
+        return replace(
+            self,
+            all_reduce=self.all_reduce.packed(s_per_byte),
+            reduce_scatter=self.of(Operation.REDUCE_SCATTER).packed(s_per_byte / 2),
+            all_gather=self.of(Operation.ALL_GATHER),
+        )
+
     def map(self, change: Callable[[CostModel], CostModel]) -> Costs:
         """The costs with every given curve changed."""
         curves: dict[str, Any] = {name: change(curve) for name, curve in self._given.items()}

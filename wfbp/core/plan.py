@@ -57,6 +57,7 @@ class Plan:
             forward, which all-gathers it.
         overlap: whether groups are sent while backward runs. Otherwise they are sent when the step
             closes, which is cheaper if communication takes CPU time from backward.
+        wire: how gradients are sent, if the program leaves that to the plan; empty for their type.
 
     Raises:
         ValueError: a tensor is missing or named twice, a group mixes element types, or a group of
@@ -73,6 +74,7 @@ class Plan:
     tensors: tuple[TensorSpec, ...]
     groups: tuple[Group, ...]
     overlap: bool = True
+    wire: str = ""
 
     def __post_init__(self) -> None:
         unique("tensors", [spec.name for spec in self.tensors])
@@ -138,7 +140,8 @@ class Plan:
     def summary(self) -> str:
         """A short description, such as ``single, 1 group after backward``."""
         late = "" if self.overlap else " after backward"
-        return f"{self.schedule}, {counted(len(self.groups), 'group')}{late}"
+        sent = f" of {self.wire}" if self.wire else ""
+        return f"{self.schedule}, {counted(len(self.groups), 'group')}{sent}{late}"
 
     @cached_property
     def digest(self) -> str:
@@ -152,6 +155,7 @@ class Plan:
             "format": FORMAT,
             "schedule": self.schedule,
             "overlap": self.overlap,
+            **({"wire": self.wire} if self.wire else {}),
             "tensors": [
                 {"name": s.name, "shape": list(s.shape), "dtype": s.dtype} for s in self.tensors
             ],
@@ -178,7 +182,8 @@ class Plan:
                 Group(_whole(g["tensors"]), Operation(g["operation"])) for g in data["groups"]
             )
             whole("elements of all tensors", sum(spec.numel for spec in tensors), 0)
-            return cls(_is(str, data["schedule"]), tensors, groups, _is(bool, data["overlap"]))
+            overlap, wire = _is(bool, data["overlap"]), _is(str, data.get("wire", ""))
+            return cls(_is(str, data["schedule"]), tensors, groups, overlap, wire)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a valid {FORMAT} document: {error!r}") from error
 

@@ -78,7 +78,20 @@ WIRE_DTYPES = ("float16", "bfloat16")
 CODECS = ("int8",)
 """Encodings of float32 gradients for sending."""
 
-COMPRESSIONS = {"none": "", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
+AUTO_WIRES = {
+    "auto:bfloat16": ("", "bfloat16"),
+    "auto:int8": ("", "bfloat16", "int8"),
+}
+"""Choices that the plan makes, the most precise first."""
+
+COMPRESSIONS = {
+    "none": "",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "int8": "int8",
+    "auto:bf16": "auto:bfloat16",
+    "auto:int8": "auto:int8",
+}
 """Types in which gradients are sent, by the names that programs use; empty for their own type."""
 
 CODEC_BLOCK = 256

@@ -11,6 +11,7 @@ from numbers import Integral
 
 from wfbp.core.planners import check_schedule
 from wfbp.core.types import (
+    AUTO_WIRES,
     CODECS,
     COMPRESSIONS,
     WIRE_DTYPES,
@@ -19,7 +20,7 @@ from wfbp.core.types import (
     wire_type,
 )
 
-WIRES = (*WIRE_DTYPES, *CODECS)
+WIRES = (*WIRE_DTYPES, *CODECS, *AUTO_WIRES)
 
 FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
@@ -37,17 +38,28 @@ class ReducerOptions:
     wire: str = ""  # of WIRES, how gradients are sent; empty for their own type
     wires: tuple[tuple[str, str], ...] = ()  # exceptions: a tensor's name, and how it is sent
 
-    def wire_of(self, spec: TensorSpec, num_ranks: int) -> str:
-        """How a tensor's gradients are sent between so many ranks, of WIRES; or empty."""
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The wires of plans that may be tried, the most precise first."""
+        wires = (self.wire, *dict(self.wires).values())
+        return max((AUTO_WIRES.get(wire, ("",)) for wire in wires), key=len)
+
+    def wire_of(self, spec: TensorSpec, num_ranks: int, chosen: str) -> str:
+        """How a tensor's gradients are sent between so many ranks by a plan that has ``chosen`` one
+        of :attr:`choices`: as one of WIRE_DTYPES or CODECS, or empty."""
         wire = _by_name(self.wires).get(spec.name, self.wire)
+        if wire in AUTO_WIRES:
+            admitted = AUTO_WIRES[wire]
+            wire = chosen if chosen in admitted else admitted[-1]
         if wire in CODECS:
             return wire if spec.encodable(num_ranks) else ""
         return wire if wire and wire_type(spec.real_dtype, wire) != spec.real_dtype else ""
 
     def without_codecs(self) -> ReducerOptions:
         """The same, but nothing is encoded: no message leaves the host."""
-        wires = tuple((name, "" if wire in CODECS else wire) for name, wire in self.wires)
-        return replace(self, wire="" if self.wire in CODECS else self.wire, wires=wires)
+        exact = {**dict.fromkeys(CODECS, ""), "auto:int8": "auto:bfloat16"}
+        wires = tuple((name, exact.get(wire, wire)) for name, wire in self.wires)
+        return replace(self, wire=exact.get(self.wire, self.wire), wires=wires)
 
     def check(self, specs: Sequence[TensorSpec], user: str = "") -> None:
         """Raise unless these tensors' gradients can be reduced; ``user`` is for messages."""
@@ -110,7 +122,7 @@ def wires_of(
         pattern = next((p for p in rules if _matches(name, p)), "*")
         if pattern != "*":
             exceptions.append((name, rules[pattern]))
-        elif name in exempt and rest in CODECS:
+        elif name in exempt and not set(CODECS).isdisjoint(AUTO_WIRES.get(rest, (rest,))):
             exceptions.append((name, ""))
     return rest, tuple(exceptions)
 

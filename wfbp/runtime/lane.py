@@ -72,6 +72,7 @@ class Lane:
         self._stamps: list[GroupStamps] = []
         self._dependencies: dict[int, Dependencies] = {}
         self._closing = False
+        self._wire = ""
         self._reduced: list[int] = []  # tensors that the last step has reduced
 
     def install(
@@ -80,6 +81,9 @@ class Lane:
         """Use another plan from the next step on; returns a buffer per group."""
         self._memory.settle()
         self._gather = None  # else it would keep memory that no plan uses any more
+        if plan.wire != self._wire:  # errors of another plan's encoding would wait for its return
+            self.errors.scale(range(len(members)), 0)
+        self._wire = plan.wire
         self.buffers = self._make_buffers(plan, members, encodes=True)
         step_bytes = self.backend.step_bytes
         self._expected_s: list[float | None] = []
@@ -105,7 +109,8 @@ class Lane:
         for number, group in enumerate(plan.groups):
             wires = [""] * len(group.tensors)
             if number < plan.num_backward:
-                wires = [options.wire_of(plan.tensors[k], backend.size) for k in group.tensors]
+                specs = [plan.tensors[k] for k in group.tensors]
+                wires = [options.wire_of(spec, backend.size, plan.wire) for spec in specs]
             if not encodes:
                 wires = ["" if wire in CODECS else wire for wire in wires]
             buffers.append(

@@ -117,8 +117,9 @@ class Reducer:
         with runtime.in_turn(channel, f"{name}: making a lane"):
             backend, control_backend = runtime.lease(channel)
             self.memory = memory = location(runtime, backend, channel.call)
-        wires = [options.wire_of(spec, runtime.size) for spec in specs]
+        wires = [options.wire_of(spec, runtime.size, options.choices[-1]) for spec in specs]
         self.encoded = [k for k, wire in enumerate(wires) if wire in CODECS]
+        """Tensors that a plan may encode."""
         if memory.sends_flags_separately and self.encoded:
             raise ValueError(
                 f"{self.who}: gradients are encoded in the memory of hosts, and these are on a "

@@ -88,9 +88,10 @@ def wires_of(
 
     if isinstance(compression, Mapping):
         given: object = {k: named_choice(choice) for k, choice in compression.items()}
-        encodes = "int8" in compression.values()
+        choices = list(compression.values())
     else:
-        given, encodes = named_choice(compression), compression == "int8"
+        given, choices = named_choice(compression), [compression]
+    encodes = not {"int8", "auto:int8"}.isdisjoint(map(str, choices))
     embeddings = _embeddings() if encodes else set()
     exempt = {name for name, param in named if id(param) in embeddings}
     return arguments.wires_of(

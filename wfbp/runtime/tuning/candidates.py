@@ -53,9 +53,10 @@ def fixed_candidates(schedule: str, trace: Trace, costs: Costs, threshold_bytes:
 
 
 def auto_candidates(
-    trace: Trace, costs: Costs, threshold_bytes: int, decouples: bool
+    trace: Trace, costs: Costs, threshold_bytes: int, decouples: bool, most: int | None = None
 ) -> list[Plan]:
-    """The plans worth a trial: the simplest first, then those with the best predictions."""
+    """The plans worth a trial: the simplest first, then (at most so many) those with the best
+    predictions."""
     names = [
         name
         for name, entry in PLANNERS.items()
@@ -82,6 +83,7 @@ def auto_candidates(
     limit_s = _HOPELESS * min(predicted_s.values())
     simplest = min(plans, key=lambda p: len(p.groups))
     others = [p for p in plans if p is not simplest and predicted_s[p.digest] < limit_s]
+    others = sorted(others, key=lambda p: predicted_s[p.digest])[:most]
     # All-reduce before the rest: to change from one kind to the other moves optimizer state.
     others.sort(key=lambda p: (bool(p.decoupled), predicted_s[p.digest]))
     return [simplest, *others]
@@ -104,5 +106,5 @@ def distinct(plans: Iterable[Plan]) -> list[Plan]:
     """
     kept: dict[object, Plan] = {}
     for plan in plans:
-        kept.setdefault((plan.groups, plan.overlap or len(plan.groups) == 1), plan)
+        kept.setdefault((plan.wire, plan.groups, plan.overlap or len(plan.groups) == 1), plan)
     return list(kept.values())

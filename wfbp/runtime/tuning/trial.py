@@ -8,8 +8,9 @@ cold memory only make steps slower. Plans are compared by the median over rounds
 
 In the first three rounds the prediction counts as one more round; after the first two the slower
 third leaves. Later a plan leaves if it loses to the best: in most rounds, and in the median by more
-than a margin. The simplest plan wins unless it loses. Else the plan of the fewest groups within the
-margin of the best wins, because each group costs CPU time.
+than a margin. The simplest plan wins unless it loses. Else, of the plans within the margin of the
+best, those that send gradients most precisely count, and of these the one of the fewest groups
+wins, because each group costs CPU time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from wfbp.core.plan import Plan
+from wfbp.core.types import AUTO_WIRES
 
 COLD_STEPS = 1
 """Steps after a change of plans that do not count, because memory is cold."""
@@ -26,6 +28,7 @@ MARGIN = 0.015
 """A relative difference that does not matter."""
 _EARLY_ROUNDS = 3
 _KEPT = 2 / 3  # of the plans after an early round
+_PRECISEST = AUTO_WIRES["auto:int8"]
 _LOST = 0.7  # the better of two plans is faster in at least this part of the rounds
 
 
@@ -77,7 +80,7 @@ class Trial:
         if self._simplest in order and not self._loses(self._simplest, best):
             return self._simplest
         near = [plan for plan in order if median(self._slower(plan, best)) <= MARGIN]
-        return min(near, key=_num_groups)
+        return min(near, key=lambda plan: (_PRECISEST.index(plan.wire), _num_groups(plan)))
 
     def _loses(self, plan: Plan, best: Plan) -> bool:
         slower = self._slower(plan, best)

@@ -52,6 +52,8 @@ class Share(Protocol):
 _WINDOW_STEPS = 20
 _DRIFT_WINDOWS = 5
 """If this many windows in a row differ from the first one, it is a drift."""
+_OF_COMPRESSED = 3
+"""How many plans with smaller gradients are tried, beside the simplest, for each of their forms."""
 _MAX_TRIAL_FACTOR = 30
 """A trial takes at most ``trial_steps`` times this many steps."""
 
@@ -110,7 +112,8 @@ class Tuner:
 
     def _begin(self, specs: Sequence[TensorSpec]) -> None:
         self.trace: Trace | None = None
-        self.costs: Costs | None = None  # of gradients: by their bytes before compression
+        # Of gradients, by their bytes before compression: for each way that a plan may send them.
+        self._costs: dict[str, Costs] = {}
         self.message_costs: Costs | None = None
         self._incumbent: Plan | None = None  # the plan that was installed before a drift
         self._trial_s: dict[str, float] = {}  # of each plan in the latest trial, by digest
@@ -165,10 +168,11 @@ class Tuner:
         if not self.round_due:
             return {"wants_round": self.wants_round}
         if self.profiling:
-            profile = Profile.of(self.visit.steps)
-            encoded_bytes = sum(spec.nbytes for spec in self.plan.tensors if self._encodes(spec))
-            packing_s = profile.packing_s + encoded_bytes * codec_s_per_byte(encoded_bytes)
-            return {"profile": asdict(replace(profile, packing_s=packing_s))}
+            most_compact = self._options.choices[-1]
+            return {
+                "profile": asdict(Profile.of(self.visit.steps)),
+                "codec_s_per_byte": codec_s_per_byte(self._encoded_bytes(most_compact)),
+            }
         return {"times_s": self._times_s, "computed_s": self._computed_s}
 
     def decide(
@@ -218,27 +222,33 @@ class Tuner:
             f"forward {trace.forward_s * 1e3:.1f} ms, backward {trace.backward_s * 1e3:.1f}, "
             f"other {trace.other_s * 1e3:.1f}"
         )
-        self.message_costs = measure()
-        costs = self.message_costs.compressed(self.wire_bytes / nbytes or 1.0)
+        self.message_costs = costs = measure()
         packing_s = max(p.packing_s for p in profiles)
-        costs = costs.map(lambda curve: curve.packed(packing_s / nbytes))
+        codec_s = max(m["codec_s_per_byte"] for m in messages)
         self.trace = trace
         if self._kappa is not None:  # the network may be another one than that of the trial
             kappa = max(self._kappa, costs.kappa) if self.doubts_costs else self._kappa
             costs = replace(costs, kappa=kappa)
-        self.costs = costs
+        for wire in self._options.choices:
+            sent = costs.compressed(self._bytes_by(wire) / nbytes or 1.0)
+            sent = sent.map(lambda curve: curve.packed(packing_s / nbytes))
+            self._costs[wire] = sent.encoded(codec_s * self._encoded_bytes(wire) / nbytes)
         self._run_round(share(self._first_round))
 
     def _first_round(self) -> Json:
         """The plans to run after the profile; on rank 0."""
-        trace, costs = self._measured
+        trace = self._measured
         schedule, threshold_bytes = self._options.schedule, self._options.threshold_bytes
-        if schedule == AUTO:
-            plans = auto_candidates(trace, costs, threshold_bytes, self._decouples)
-            if self._incumbent and set(self._incumbent.tensors) == set(trace.specs):
-                plans = distinct([reordered(self._incumbent, trace), *plans])
-        else:
-            plans = fixed_candidates(schedule, trace, costs, threshold_bytes)
+        plans: list[Plan] = []
+        for wire, costs in self._costs.items():
+            if schedule == AUTO:
+                most = _OF_COMPRESSED if plans else None
+                each = auto_candidates(trace, costs, threshold_bytes, self._decouples, most)
+            else:
+                each = fixed_candidates(schedule, trace, costs, threshold_bytes)
+            plans += [replace(plan, wire=wire) for plan in each]
+        if schedule == AUTO and self._incumbent and set(self._incumbent.tensors) == set(trace.specs):
+            plans = distinct([reordered(self._incumbent, trace), *plans])
         if len(plans) > 1:
             max_steps = _MAX_TRIAL_FACTOR * self._config.trial_steps
             self._trial = Trial(plans, self._steps_per_round, max_steps)
@@ -258,7 +268,7 @@ class Tuner:
             if plan in trial.plans  # times of others are of earlier rounds
         )
         self._log(f"trial, round {trial.num_rounds}: {'; '.join(texts)}")
-        trace, costs = self._measured
+        trace = self._measured
         # Steps without overlap show how long compute takes now; the profile was only a few steps.
         slowdown = 1.0
         if computed_s := _slowest([m["computed_s"] for m in messages]):
@@ -268,14 +278,19 @@ class Tuner:
         if rounds and profiled_s:
             slowdown = median(chain(*rounds)) / profiled_s
             trace = trace.slower(median(map(min, rounds)) / profiled_s)  # as the trial measures
+        # Of plans that send gradients in one way, as the fastest does.
         overlapped = [
-            (plan, seconds + self._saved_s(plan)) for plan, seconds in measured if _overlaps(plan)
+            (plan, seconds + self._saved_s(plan))
+            for plan, seconds in measured
+            if _overlaps(plan) and plan.wire == measured[0][0].wire
         ]
-        kappa = fit_kappa(trace, costs, overlapped) if overlapped else None
-        if kappa is not None:
-            costs = replace(costs, kappa=kappa)
+        costs = self._costs
+        kappa = None
+        if overlapped:
+            kappa = fit_kappa(trace, costs[overlapped[0][0].wire], overlapped)
+            costs = _with_kappa(costs, kappa)
         forecasts_s = {
-            plan.digest: max(iteration_s(plan, trace, costs) - self._saved_s(plan), 1e-9)
+            plan.digest: max(iteration_s(plan, trace, costs[plan.wire]) - self._saved_s(plan), 1e-9)
             for plan in trial.plans
         }
         winner = trial.narrow(forecasts_s)
@@ -284,12 +299,11 @@ class Tuner:
 
     def _run_round(self, answer: Json) -> None:
         """Run the plans that rank 0 chose for a round, or install the only one."""
-        trace, costs = self._measured
-        self.trace = trace.slower(answer["slowdown"])
+        self.trace = self._measured.slower(answer["slowdown"])
         plans = [Plan.from_json(plan) for plan in answer["plans"]]
         if answer["kappa"] is not None:
             self._kappa = answer["kappa"]
-            self.costs = replace(costs, kappa=self._kappa)
+            self._costs = _with_kappa(self._costs, answer["kappa"])
         self._trial_s = answer["measured_s"]
         if len(plans) > 1:
             self._round = plans
@@ -307,15 +321,18 @@ class Tuner:
         )
 
     @property
-    def _measured(self) -> tuple[Trace, Costs]:
+    def _measured(self) -> Trace:
         assert self.trace is not None
-        assert self.costs is not None
-        return self.trace, self.costs
+        return self.trace
+
+    @property
+    def costs(self) -> Costs | None:
+        """Costs of gradients as the plan in use sends them, by their bytes before compression."""
+        return self._costs.get(self.plan.wire)
 
     def _saved_s(self, plan: Plan) -> float:
         """Seconds of the update saved because ranks update only their shards."""
-        trace, _ = self._measured
-        return min(self._update_s * self._spared * plan.decoupled_part, trace.other_s)
+        return min(self._update_s * self._spared * plan.decoupled_part, self._measured.other_s)
 
     @property
     def doubts_costs(self) -> bool:
@@ -325,20 +342,23 @@ class Tuner:
     @property
     def wire_bytes(self) -> int:
         """Bytes of all gradients as they are reduced."""
-        return sum(
-            spec.wire_bytes(self._options.wire_of(spec, self._num_ranks))
-            for spec in self.plan.tensors
-        )
+        return self._bytes_by(self.plan.wire)
 
-    def _encodes(self, spec: TensorSpec) -> bool:
-        return self._options.wire_of(spec, self._num_ranks) in CODECS
+    def _bytes_by(self, wire: str) -> int:
+        specs, num_ranks = self.plan.tensors, self._num_ranks
+        return sum(s.wire_bytes(self._options.wire_of(s, num_ranks, wire)) for s in specs)
+
+    def _encoded_bytes(self, wire: str) -> int:
+        """Bytes, before that, of the gradients that are encoded."""
+        specs, num_ranks = self.plan.tensors, self._num_ranks
+        return sum(s.nbytes for s in specs if self._options.wire_of(s, num_ranks, wire) in CODECS)
 
     @property
     def sent_as(self) -> dict[str, dict[str, int]]:
         """Elements and bytes of gradients, by what they are sent as."""
         found: dict[str, dict[str, int]] = {}
         for spec in self.plan.tensors:
-            wire = self._options.wire_of(spec, self._num_ranks)
+            wire = self._options.wire_of(spec, self._num_ranks, self.plan.wire)
             sums = found.setdefault(wire or spec.real_dtype, {"elements": 0, "bytes": 0})
             sums["elements"] += spec.numel
             sums["bytes"] += spec.wire_bytes(wire)
@@ -347,9 +367,10 @@ class Tuner:
     @property
     def predicted(self) -> IterationForecast | None:
         """The prediction for the plan in use; None before compute and network are measured."""
-        if self._prediction is None and self.trace is not None and self.costs is not None:
+        costs = self.costs
+        if self._prediction is None and self.trace is not None and costs is not None:
             other_s = self.trace.other_s - self._saved_s(self.plan)
-            self._prediction = timeline(self.plan, replace(self.trace, other_s=other_s), self.costs)
+            self._prediction = timeline(self.plan, replace(self.trace, other_s=other_s), costs)
         return self._prediction
 
     @property
@@ -367,6 +388,10 @@ class Tuner:
 def _overlaps(plan: Plan) -> bool:
     """Whether anything is sent while the model computes; one message leaves after backward."""
     return plan.overlap and len(plan.groups) > 1
+
+
+def _with_kappa(costs: dict[str, Costs], kappa: float) -> dict[str, Costs]:
+    return {wire: replace(each, kappa=kappa) for wire, each in costs.items()}
 
 
 def _slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
