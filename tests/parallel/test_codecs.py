@@ -31,6 +31,14 @@ def check(ranks: int, hosts: tuple[int, ...] = (), mpi: str = "mpich") -> None:
     assert len(set(averages.values())) == 1, averages
     exact = set(found.ranks[0]["exact averages"].values())
     assert len(exact | set(averages.values())) == 2, (exact, averages)
+    for _, phase, known, _ in found.ranks[0]["chosen"].values():
+        assert (phase, known) == ("installed", True), found.ranks[0]["chosen"]
+    guarded = found.ranks[0]["guarded"]
+    assert guarded["warn"][:2] == guarded["off"][:2], "samples change nothing"
+    assert guarded["warn"][1] == ["float32", "int8"]
+    assert guarded["warn"][2] > 0.99
+    assert guarded["fallback"][1] == ["bfloat16"]
+    assert guarded["off"][2] is None
     errors = found.ranks[0]["after a spike"]
     assert max(errors.values()) < 0.1, errors
     assert max(found.ranks[0]["made up"].values()) < 3, found.ranks[0]["made up"]

@@ -179,6 +179,7 @@ RUNTIME = (
     "heap",
     "step",
     "measuring",
+    "compression_guard",
     "arguments",
     "tuning",
     "timeline_files",

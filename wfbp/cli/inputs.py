@@ -16,6 +16,7 @@ from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS
 from wfbp.core.ranks import counted
 from wfbp.core.trace import Trace
+from wfbp.core.types import COMPRESSIONS
 from wfbp.launcher.hosts import MOST_RANKS
 
 if TYPE_CHECKING:
@@ -35,7 +36,13 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 
 def model_arguments(function: F) -> F:
-    """Add the argument TRACE, and the options --cost and --optimizer."""
+    """Add the argument TRACE, and the options --cost, --compression and --optimizer."""
+    compression = click.option(
+        "--compression",
+        type=click.Choice([name for name in COMPRESSIONS if ":" not in name]),
+        default="none",
+        help="How gradients are sent. To encode them takes as long as on this machine.",
+    )
     optimizer = click.option(
         "--optimizer", metavar="NAME", help="Name of the optimizer, if the run has several."
     )
@@ -44,7 +51,7 @@ def model_arguments(function: F) -> F:
         metavar="COST",
         help="Costs: a file (wfbp-cost/1) or an example; a run has its own.",
     )
-    return click.argument("trace", metavar="TRACE")(cost(optimizer(function)))
+    return click.argument("trace", metavar="TRACE")(cost(compression(optimizer(function))))
 
 
 def _schedules(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, ...]:
@@ -58,6 +65,28 @@ def _schedules(ctx: click.Context, param: click.Parameter, text: str) -> tuple[s
 schedule_option = partial(
     click.option, "--schedule", "names", callback=_schedules, metavar="NAME,..."
 )
+
+
+def compressed(
+    costs: Costs, trace: Trace, compression: str, num_ranks: int, of_run: bool
+) -> Costs:
+    """The costs of gradients by their bytes before compression. A trace has no shapes, so that only
+    small tensors are known to be sent exactly."""
+    if compression == "none":
+        return costs
+    if of_run:
+        raise click.UsageError(
+            "--compression needs --cost: a run's own costs are those of gradients as it sent them"
+        )
+    from wfbp.comm.cost_probe import codec_s_per_byte
+    from wfbp.runtime.arguments import ReducerOptions
+
+    options = ReducerOptions("single", 1, wire=COMPRESSIONS[compression])
+    specs = [replace(spec, shape=(1, spec.numel)) for spec in trace.specs]
+    nbytes = sum(spec.nbytes for spec in specs) or 1
+    sent_bytes, encoded_bytes = options.sent_bytes(specs, num_ranks, "")
+    codec_s = codec_s_per_byte(encoded_bytes)
+    return costs.compressed(sent_bytes / nbytes or 1.0).encoded(codec_s * encoded_bytes / nbytes)
 
 
 def load(

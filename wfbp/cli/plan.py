@@ -8,7 +8,15 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedule_option
+from wfbp.cli.inputs import (
+    NAMES,
+    best,
+    compressed,
+    json_option,
+    load,
+    model_arguments,
+    schedule_option,
+)
 from wfbp.cli.run_files import BELOW_BOUND, Run
 from wfbp.cli.tables import milliseconds, print_table, size
 from wfbp.core.cost import Costs, PiecewiseCost
@@ -30,7 +38,12 @@ _SAME = 1e-9  # relative; rounding may differ by as much
 )
 @json_option
 def command(
-    trace: str, cost: str | None, optimizer: str | None, names: tuple[str, ...], as_json: bool
+    trace: str,
+    cost: str | None,
+    compression: str,
+    optimizer: str | None,
+    names: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Plan the messages of one training step and predict the iteration.
 
@@ -39,7 +52,8 @@ def command(
     of groups count from the start of backward; T/LB is the iteration over the lower bound of all
     schedules.
     """
-    model, costs, _, run = load(trace, cost, optimizer)
+    model, costs, num_ranks, run = load(trace, cost, optimizer)
+    costs = compressed(costs, model, compression, num_ranks or 2, of_run=cost is None)
     results = [timeline(plan(name, model, costs), model, costs) for name in names]
     first = best([r.iteration_s for r in results], [len(r.groups) for r in results])
     if as_json:

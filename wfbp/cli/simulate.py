@@ -8,7 +8,15 @@ from dataclasses import asdict
 
 import click
 
-from wfbp.cli.inputs import NAMES, best, json_option, load, model_arguments, schedule_option
+from wfbp.cli.inputs import (
+    NAMES,
+    best,
+    compressed,
+    json_option,
+    load,
+    model_arguments,
+    schedule_option,
+)
 from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.cost import Costs
@@ -75,6 +83,7 @@ def _counts(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
 def command(
     trace: str,
     cost: str | None,
+    compression: str,
     optimizer: str | None,
     workers: list[int],
     algorithm: str,
@@ -97,6 +106,7 @@ def command(
             f"the run's costs were measured among {by_ranks} ranks; leave --measured-on and "
             "--per-link out, or give --cost"
         )
+    costs = compressed(costs, model, compression, min(workers), of_run=cost is None)
     known = measured_on or by_ranks
     measured_on = known or 2
     source = link_of(costs) if per_link else costs

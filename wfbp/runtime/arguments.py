@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -19,6 +19,7 @@ from wfbp.core.types import (
     TensorSpec,
     wire_type,
 )
+from wfbp.runtime.compression_guard import GUARDS
 
 WIRES = (*WIRE_DTYPES, *CODECS, *AUTO_WIRES)
 
@@ -37,6 +38,7 @@ class ReducerOptions:
     name: str = "optimizer"  # for messages
     wire: str = ""  # of WIRES, how gradients are sent; empty for their own type
     wires: tuple[tuple[str, str], ...] = ()  # exceptions: a tensor's name, and how it is sent
+    guard: str = "warn"  # of GUARDS: what to do if encoding loses too much
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -55,11 +57,25 @@ class ReducerOptions:
             return wire if spec.encodable(num_ranks) else ""
         return wire if wire and wire_type(spec.real_dtype, wire) != spec.real_dtype else ""
 
+    def sent_bytes(
+        self, specs: Iterable[TensorSpec], num_ranks: int, chosen: str
+    ) -> tuple[int, int]:
+        """Bytes of these tensors as they are sent, and of those that are encoded, before that."""
+        sent = [(spec, self.wire_of(spec, num_ranks, chosen)) for spec in specs]
+        encoded = (spec.nbytes for spec, wire in sent if wire in CODECS)
+        return sum(spec.wire_bytes(wire) for spec, wire in sent), sum(encoded)
+
     def without_codecs(self) -> ReducerOptions:
         """The same, but nothing is encoded: no message leaves the host."""
-        exact = {**dict.fromkeys(CODECS, ""), "auto:int8": "auto:bfloat16"}
-        wires = tuple((name, exact.get(wire, wire)) for name, wire in self.wires)
-        return replace(self, wire=exact.get(self.wire, self.wire), wires=wires)
+        return self._with({**dict.fromkeys(CODECS, ""), "auto:int8": "auto:bfloat16"})
+
+    def in_16_bits(self) -> ReducerOptions:
+        """The same, but what would be encoded is sent as bfloat16."""
+        return self._with({**dict.fromkeys(CODECS, "bfloat16"), "auto:int8": "auto:bfloat16"})
+
+    def _with(self, other: Mapping[str, str]) -> ReducerOptions:
+        wires = tuple((name, other.get(wire, wire)) for name, wire in self.wires)
+        return replace(self, wire=other.get(self.wire, self.wire), wires=wires)
 
     def check(self, specs: Sequence[TensorSpec], user: str = "") -> None:
         """Raise unless these tensors' gradients can be reduced; ``user`` is for messages."""
@@ -75,6 +91,9 @@ class ReducerOptions:
         for wire in {self.wire, *dict(self.wires).values()} - {""}:
             if wire not in WIRES:
                 raise ValueError(f"wire is {wire!r}; expected one of {', '.join(WIRES)}")
+        if self.guard not in GUARDS:
+            known = ", ".join(map(repr, GUARDS))
+            raise ValueError(f"compression_guard is {self.guard!r}; expected one of {known}")
         if self.passes < 1:
             raise ValueError(f"backward_passes_per_step is {self.passes}; expected at least 1")
         if not specs:

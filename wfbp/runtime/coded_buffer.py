@@ -46,6 +46,16 @@ class ErrorFeedback:
             self._errors[index] = errors[0], errors[1]
         return self._errors[index]
 
+    def of_shard(self, index: int) -> Buffer:
+        """The errors of this rank's contribution to its own shard, and of the shard's sum."""
+        start, stop = shard_range(self._specs[index], self._rank, self._size)
+        error, sum_error = self.of(index)
+        return error[start // _ITEM : stop // _ITEM] + sum_error
+
+    def forget(self) -> None:
+        """Begin anew, with buffers that are made after this."""
+        self._errors.clear()
+
     def scale(self, indices: Iterable[int], scale: float) -> None:
         """Multiply the errors of some tensors, as their averages were; 0 drops them."""
         for index in indices:

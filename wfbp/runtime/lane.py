@@ -64,7 +64,7 @@ class Lane:
         self.polls = memory.polls
         self.open_step = Step(0, [], [], [])  # the current step of training, for describe()
         self._memory = memory
-        self._options = options
+        self.options = options
         self._name = options.name
         self._in_flight: deque[_InFlight] = deque()
         self._step = self.open_step
@@ -81,8 +81,8 @@ class Lane:
         """Use another plan from the next step on; returns a buffer per group."""
         self._memory.settle()
         self._gather = None  # else it would keep memory that no plan uses any more
-        if plan.wire != self._wire:  # errors of another plan's encoding would wait for its return
-            self.errors.scale(range(len(members)), 0)
+        if plan.wire != self._wire:  # or errors of encoding would wait for such a plan's return
+            self.errors.forget()
         self._wire = plan.wire
         self.buffers = self._make_buffers(plan, members, encodes=True)
         step_bytes = self.backend.step_bytes
@@ -105,7 +105,7 @@ class Lane:
     def _make_buffers(
         self, plan: Plan, members: Sequence[int], encodes: bool
     ) -> list[GroupBuffer | MixedBuffer]:
-        options, backend, buffers = self._options, self.backend, []
+        options, backend, buffers = self.options, self.backend, []
         for number, group in enumerate(plan.groups):
             wires = [""] * len(group.tensors)
             if number < plan.num_backward:

@@ -16,8 +16,10 @@ from wfbp.comm.memory import Dependencies, Stamp
 from wfbp.core.cost import Costs
 from wfbp.core.types import CODECS, TensorSpec
 from wfbp.errors import WfbpError
+from wfbp.runtime import compression_guard
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import shard_range
+from wfbp.runtime.compression_guard import CompressionGuard, sums_of
 from wfbp.runtime.consistency import SAME_TENSORS, describe_specs
 from wfbp.runtime.heap import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.lane import Lane
@@ -102,6 +104,7 @@ class Reducer:
             "op": str(options.op),
             "compression": given.wire or "none",
             "exceptions from compression": given.wires,
+            "compression_guard": given.guard,
             "shares the update": options.decouples,
             "plan": self.tuner.plan.digest,
         }
@@ -140,6 +143,7 @@ class Reducer:
         self.used_scale = 1.0
         """What the program has multiplied the last averages by when it used them; 0 if it has not,
         so that errors of encoding belong to nothing."""
+        self._guard = CompressionGuard(self.who, options.guard == "fallback", is_logger)
 
         # All-gathers: this rank's shards, and the groups that have arrived.
         ranges = [shard_range(spec, runtime.rank, runtime.size) for spec in specs]
@@ -299,6 +303,8 @@ class Reducer:
         if result.requested or tuner.round_due:
             mine = {"sparse": sorted(sparse), "joined": joined, "evaluates": evaluates}
             self._hold_round(mine, reduced)
+        elif self.encoded and tuner.installed and not targets:
+            self._guard_compression(result, reduced)
         whole = result.whole
         whole |= bool(self.outcome.joined)  # these ranks use no shards
         whole |= tuner.plan.decoupled != plan.decoupled
@@ -451,6 +457,37 @@ class Reducer:
         often = self._runtime.config.summary_steps
         if often and self._runtime.rank == 0 and self.num_steps % often == 0:
             log_summary(self._name, self.report())
+
+    def _guard_compression(
+        self, result: StepResult, reduced: Sequence[BufferView | None]
+    ) -> None:
+        """Now and then compare an encoded average with an exact one; a collective."""
+        options, size, wire = self._options, self._runtime.size, self.tuner.plan.wire
+        if options.guard == "off" or self.num_steps % compression_guard.EVERY_STEPS:
+            return
+        candidates = [
+            index
+            for index, here in zip(self._planned, result.present, strict=True)
+            if here and options.wire_of(self.specs[index], size, wire) in CODECS
+        ]
+        if not candidates:
+            return
+        index = self._guard.choose(candidates)
+        spec, view = self.specs[index], reduced[index]
+        gradient = self._sources[index], self._owners[index]
+        (exact,) = self._lane.reduce_now(self.channel, [spec], [gradient])
+        assert exact is not None
+        assert view is not None
+        shard = self._shards[index]
+        sent = view.data[shard] if view.whole else view.data
+        error = self._lane.errors.of_shard(index)
+        mine = sums_of(sent.view(np.float32), exact.data[shard].view(np.float32), error)
+        ranks = self.channel.exchange_values(mine, "comparing compressed gradients")
+        if self._guard.add(spec.name, self.num_steps, ranks):
+            self._options = self._lane.options = options.in_16_bits()
+            self._lane.errors.forget()
+            self.encoded = []
+            self.tuner.use(self._options)
 
     def _install(self) -> None:
         """Use the tuner's plan from now on; no step is under way."""
@@ -640,7 +677,7 @@ class Reducer:
 
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; see :func:`make_report`."""
-        return make_report(self.tuner, self.num_steps)
+        return make_report(self.tuner, self.num_steps) | {"compression_sample": self._guard.sample}
 
     def close(self) -> None:
         """Stop serving this reducer; collective only in that every rank stops using it."""

@@ -46,6 +46,18 @@ class BF16Compressor(Compressor):
     dtype = torch.bfloat16
 
 
+class Int8Compressor(Compressor):
+    """Gradients of a ``DistributedOptimizer`` travel in 8 bits, as by ``compression="int8"``."""
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """``ValueError``: it is for no other operation."""
+        raise ValueError(
+            "compression is int8; it is for gradients of a DistributedOptimizer, and this operation "
+            "sends fp16 or bf16 at best"
+        )
+
+
 class Compression:
     """The compressors there are.
 
@@ -59,6 +71,7 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Int8Compressor
 
 
 def check_compressor(compression: object, what: str) -> None:
@@ -81,16 +94,17 @@ def wires_of(
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
     """How gradients of these parameters are sent; embeddings exactly, unless a rule names them.
     Rules may also be for other ``known`` parameters."""
-    kinds = {getattr(Compression, name): name for name in ("none", "fp16", "bf16")}
+    kinds = {getattr(Compression, name): name for name in ("none", "fp16", "bf16", "int8")}
 
     def named_choice(choice: object) -> object:
         return kinds.get(choice, choice) if isinstance(choice, type) else choice
 
     if isinstance(compression, Mapping):
-        given: object = {k: named_choice(choice) for k, choice in compression.items()}
-        choices = list(compression.values())
+        rules: dict[str, object] = {k: named_choice(choice) for k, choice in compression.items()}
+        given: object = rules
+        choices = [*rules.values()]
     else:
-        given, choices = named_choice(compression), [compression]
+        choices = [given := named_choice(compression)]
     encodes = not {"int8", "auto:int8"}.isdisjoint(map(str, choices))
     embeddings = _embeddings() if encodes else set()
     exempt = {name for name, param in named if id(param) in embeddings}

@@ -727,6 +727,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             * In seconds: ``measured_iteration_s`` and ``exposed_s`` (waiting for communication),
               medians of the last steps; ``predicted_iteration_s``, ``predicted_exposed_s``, and
               ``lower_bound_s``, which no plan can beat.
+            * ``compression_sample``: of the guard, its ``step``, ``tensor``, ``cosine``,
+              ``relative_error`` and ``kept_error`` (what the next step makes up for, relative).
             * ``ratio_to_lower_bound``: T/LB; ``kappa``: interference of communication with compute.
         """
         return self._wfbp_sync.reducer.report() if self._wfbp_sync is not None else {}

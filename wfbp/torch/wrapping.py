@@ -46,6 +46,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     *,
     compression: Choice | None = None,
+    compression_guard: str = "warn",
     backward_passes_per_step: int = 1,
     op: Op = Op.AVERAGE,
     sparse_as_dense: bool = False,
@@ -81,8 +82,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             the gradients). Sent as they are: tensors of one dimension, of less than 4 KiB per
             rank, of other types than float32, and those of ``nn.Embedding``; and everything within
             a host that has several ranks. A mapping has rules by patterns of names, the first that
-            matches counts: ``{"head.*": "bf16", "*": "int8"}``. By default ``WFBP_COMPRESSION``, or
-            ``"none"``.
+            matches counts: ``{"head.*": "bf16", "*": "int8"}``. ``"auto:int8"`` and ``"auto:bf16"``
+            try plans with exact and with smaller gradients, and keep what is fastest. By default
+            ``WFBP_COMPRESSION``, or ``"none"``.
+        compression_guard: every 64th step compares an average sent in 8 bits with an exact one, for
+            :meth:`report`. If five in a row have a cosine below 0.99, ``"warn"`` warns once, and
+            ``"fallback"`` has all ranks send 16 bits from there on. ``"off"`` compares nothing.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
         op: ``Average`` or ``Sum``. Sums need gradients that are cleared before each step: what is
             left of the step before is a sum already, and would be added up again.
@@ -137,6 +142,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer,
         named_parameters,
         compression=compression,
+        compression_guard=compression_guard,
         backward_passes_per_step=backward_passes_per_step,
         op=op,
         sparse_as_dense=sparse_as_dense,
@@ -171,6 +177,7 @@ def distribute(
     threshold_bytes: int | None,
     optimizer_sharding: bool | None,
     check_parameters: bool = True,
+    compression_guard: str = "warn",
 ) -> DistributedOptimizerBase:
     """As :func:`DistributedOptimizer`, by a class derived from ``base``; ``runtime`` is None on a
     rank that steps alone."""
@@ -196,6 +203,7 @@ def distribute(
         backward_passes_per_step,
         decouples=True,
         name=name,
+        guard=compression_guard,
     )
     check_params(named, options)
     _check_previous(optimizer, runtime)

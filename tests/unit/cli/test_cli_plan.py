@@ -53,6 +53,22 @@ def test_json_is_the_plan_and_its_prediction(schedule: str, tmp_path: Path) -> N
         assert told["end_s"] >= told["start_s"] >= 0
 
 
+def test_compression_shortens_messages_and_costs_processor_time(tmp_path: Path) -> None:
+    def predicted(*words: str, s_per_byte: float) -> float:
+        cost = cost_file(tmp_path, all_reduce={"alpha_s": 0.0, "beta_s_per_byte": s_per_byte})
+        data = answer("plan", RESNET, "--cost", cost, "--schedule", "single", *words)
+        seconds: float = data["predicted"]["exposed_s"]
+        return seconds
+
+    kinds = ("none", "bf16", "int8")
+    slow = {how: predicted("--compression", how, s_per_byte=1e-7) for how in kinds}
+    assert slow["none"] == predicted(s_per_byte=1e-7)
+    assert slow["bf16"] == pytest.approx(slow["none"] / 2)
+    assert 0.25 < slow["int8"] / slow["none"] < 0.35
+    assert predicted("--compression", "int8", s_per_byte=0.0) > 0
+    assert_refused(wfbp("plan", RESNET, "--cost", "10gbe", "--compression", "int3"), "--compression")
+
+
 def test_a_prediction_by_hand(tmp_path: Path) -> None:
     """Three tensors of 2 ms backward each; messages of 3 ms: the channel is busy from 2 to 11."""
     trace = write(tmp_path / "trace.json", small_trace())

@@ -31,6 +31,9 @@ def test_errors_are_scaled_or_dropped() -> None:
     errors.of(1)[0][0] = np.nan
     errors.scale([0, 1], 0)
     assert not any(np.any(error) for index in (0, 1) for error in errors.of(index))
+    before, _ = errors.of(0)
+    errors.forget()
+    assert errors.of(0)[0] is not before
 
 
 def test_shards_of_large_tensors_begin_with_a_block() -> None:

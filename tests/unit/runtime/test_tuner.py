@@ -64,9 +64,12 @@ class Job:
         num_updaters: int = 1,
         update_s: float = 0.0,
         threshold_bytes: int = 25 * 2**20,
+        wire: str = "",
     ) -> None:
         self.costs = costs
-        options = ReducerOptions(schedule, threshold_bytes, decouples=decouples, name="Adam")
+        options = ReducerOptions(
+            schedule, threshold_bytes, decouples=decouples, name="Adam", wire=wire
+        )
         self.tuners = [
             Tuner(config, options, SPECS, num_updaters, is_logger=rank == 0) for rank in range(size)
         ]
@@ -300,6 +303,28 @@ def test_without_any_gradient_it_warms_up_again() -> None:
     assert set(job.phases()) == {"warm-up", "profile"}
     job.gradients = [{s.name for s in SPECS}] * 2
     job.run("installed")
+
+
+@pytest.mark.parametrize("schedule", ["auto", "oasr"])
+@pytest.mark.parametrize(
+    ("fastest", "seconds"),
+    [
+        ("", {"": 1.0, "bfloat16": 1.1, "int8": 1.2}),
+        ("", {"": 1.0, "bfloat16": 1.0, "int8": 0.99}),  # within the margin: the precise one
+        ("bfloat16", {"": 1.2, "bfloat16": 1.0, "int8": 1.0}),
+        ("int8", {"": 1.5, "bfloat16": 1.2, "int8": 1.0}),
+    ],
+)
+def test_a_trial_chooses_how_gradients_are_sent(
+    schedule: str, fastest: str, seconds: dict[str, float]
+) -> None:
+    job = Job(schedule, lambda plan: seconds[plan.wire], wire="auto:int8")
+    job.run("installed", limit=1000)
+    assert job.tuner.plan.wire == fastest
+    assert {plan.wire for _, plan in job.ran} == set(seconds)
+    only = Job(schedule, lambda plan: seconds[plan.wire], wire="int8")
+    only.run("installed")
+    assert {plan.wire for _, plan in only.ran} == {""}
 
 
 # Drift.

@@ -6,6 +6,7 @@ import gc
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from wfbp.core.types import TensorSpec
@@ -23,20 +24,23 @@ class Model(nn.Module):
         self.head = nn.Linear(64, 100)
 
 
-def sent(compression: Any) -> dict[str, str]:
-    """The type in which two ranks send each parameter's gradient."""
+def sent(compression: Any, chosen: str = "") -> dict[str, str]:
+    """The type in which two ranks send each parameter's gradient, by a plan that chose one."""
     model = Model()
     named = list(model.named_parameters())
     wire, wires = wires_of(compression, named)
     options = ReducerOptions("oasr", 1, wire=wire, wires=wires)
     specs = [TensorSpec(name, tuple(p.shape), "float32") for name, p in named]
-    return {spec.name: options.wire_of(spec, 2) for spec in specs}
+    return {spec.name: options.wire_of(spec, 2, chosen) for spec in specs}
 
 
 def test_one_name_for_all() -> None:
     assert set(sent("none").values()) == {""}
     assert set(sent("bf16").values()) == {"bfloat16"}
     assert sent(Compression.fp16) == sent("fp16")
+    assert sent(Compression.int8) == sent("int8")
+    with pytest.raises(ValueError, match="for gradients of a DistributedOptimizer"):
+        Compression.int8.compress(torch.ones(2))
 
 
 def test_exempt_from_encoding() -> None:
@@ -54,6 +58,16 @@ def test_embeddings_are_found_after_gc_freeze() -> None:
     finally:
         gc.unfreeze()
     assert ("words.weight", "") in wires
+
+
+def test_a_choice_of_the_plan() -> None:
+    for chosen, name in (("", "none"), ("bfloat16", "bf16"), ("int8", "int8")):
+        assert sent("auto:int8", chosen) == sent(name) | {"words.weight": ""}
+    assert sent("auto:bf16", "int8") == sent("bf16")
+    head = {"head.weight": "bfloat16", "head.bias": "bfloat16"}
+    assert sent({"head.*": "bf16", "*": "auto:int8"}, "int8") == sent("int8") | head
+    assert ReducerOptions("oasr", 1, wire="int8").choices == ("",)
+    assert ReducerOptions("oasr", 1, wires=(("a", "auto:int8"),)).choices[-1] == "int8"
 
 
 def test_rules() -> None:
@@ -96,4 +110,4 @@ def test_errors(compression: Any, found: str) -> None:
     ],
 )
 def test_what_can_be_encoded(spec: TensorSpec, ranks: int, wire: str) -> None:
-    assert ReducerOptions("oasr", 1, wire="int8").wire_of(spec, ranks) == wire
+    assert ReducerOptions("oasr", 1, wire="int8").wire_of(spec, ranks, "") == wire

@@ -24,7 +24,7 @@ from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO
 from wfbp.core.ranks import counted
 from wfbp.core.timeline import IterationForecast, iteration_s, timeline
 from wfbp.core.trace import Trace
-from wfbp.core.types import CODECS, Operation, TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.measuring import Visit
 from wfbp.runtime.tuning.candidates import (
@@ -52,8 +52,8 @@ class Share(Protocol):
 _WINDOW_STEPS = 20
 _DRIFT_WINDOWS = 5
 """If this many windows in a row differ from the first one, it is a drift."""
-_OF_COMPRESSED = 3
-"""How many plans with smaller gradients are tried, beside the simplest, for each of their forms."""
+_OF_EACH_WIRE = 3
+"""If a trial has to choose how gradients are sent, so many plans of each are tried, and the simplest."""
 _MAX_TRIAL_FACTOR = 30
 """A trial takes at most ``trial_steps`` times this many steps."""
 
@@ -109,6 +109,11 @@ class Tuner:
         """
         self._num_joined.update(specs)
         self._begin([*specs, *self.plan.tensors])
+
+    def use(self, options: ReducerOptions) -> None:
+        """Begin again with other options."""
+        self._options = options
+        self._begin(self.plan.tensors)
 
     def _begin(self, specs: Sequence[TensorSpec]) -> None:
         self.trace: Trace | None = None
@@ -168,10 +173,10 @@ class Tuner:
         if not self.round_due:
             return {"wants_round": self.wants_round}
         if self.profiling:
-            most_compact = self._options.choices[-1]
+            _, encoded_bytes = self._sent_bytes(self._options.choices[-1])
             return {
                 "profile": asdict(Profile.of(self.visit.steps)),
-                "codec_s_per_byte": codec_s_per_byte(self._encoded_bytes(most_compact)),
+                "codec_s_per_byte": codec_s_per_byte(encoded_bytes),
             }
         return {"times_s": self._times_s, "computed_s": self._computed_s}
 
@@ -230,9 +235,10 @@ class Tuner:
             kappa = max(self._kappa, costs.kappa) if self.doubts_costs else self._kappa
             costs = replace(costs, kappa=kappa)
         for wire in self._options.choices:
-            sent = costs.compressed(self._bytes_by(wire) / nbytes or 1.0)
+            sent_bytes, encoded_bytes = self._sent_bytes(wire)
+            sent = costs.compressed(sent_bytes / nbytes or 1.0)
             sent = sent.map(lambda curve: curve.packed(packing_s / nbytes))
-            self._costs[wire] = sent.encoded(codec_s * self._encoded_bytes(wire) / nbytes)
+            self._costs[wire] = sent.encoded(codec_s * encoded_bytes / nbytes)
         self._run_round(share(self._first_round))
 
     def _first_round(self) -> Json:
@@ -242,7 +248,7 @@ class Tuner:
         plans: list[Plan] = []
         for wire, costs in self._costs.items():
             if schedule == AUTO:
-                most = _OF_COMPRESSED if plans else None
+                most = None if len(self._costs) == 1 else _OF_EACH_WIRE
                 each = auto_candidates(trace, costs, threshold_bytes, self._decouples, most)
             else:
                 each = fixed_candidates(schedule, trace, costs, threshold_bytes)
@@ -342,16 +348,10 @@ class Tuner:
     @property
     def wire_bytes(self) -> int:
         """Bytes of all gradients as they are reduced."""
-        return self._bytes_by(self.plan.wire)
+        return self._sent_bytes(self.plan.wire)[0]
 
-    def _bytes_by(self, wire: str) -> int:
-        specs, num_ranks = self.plan.tensors, self._num_ranks
-        return sum(s.wire_bytes(self._options.wire_of(s, num_ranks, wire)) for s in specs)
-
-    def _encoded_bytes(self, wire: str) -> int:
-        """Bytes, before that, of the gradients that are encoded."""
-        specs, num_ranks = self.plan.tensors, self._num_ranks
-        return sum(s.nbytes for s in specs if self._options.wire_of(s, num_ranks, wire) in CODECS)
+    def _sent_bytes(self, wire: str) -> tuple[int, int]:
+        return self._options.sent_bytes(self.plan.tensors, self._num_ranks, wire)
 
     @property
     def sent_as(self) -> dict[str, dict[str, int]]:

@@ -30,6 +30,7 @@ from tests.support.hosts import as_on_hosts, in_rows
 from wfbp import GradientReducer
 from wfbp.config import SCHEDULES, read_environment
 from wfbp.core.planners import ALL_REDUCE_SCHEDULES
+from wfbp.runtime import compression_guard
 
 CONFIG = replace(
     read_environment()[0], warmup_steps=1, profile_steps=1, trial_steps=2, probe_budget_s=0.05
@@ -194,6 +195,41 @@ def makes_up(schedule: str, rank: int, what: str) -> float:
     return errors[-1] / errors[0]
 
 
+def trained_on(rank: int, steps: int, **options: Any) -> tuple[str, dict[str, Any]]:
+    """Parameters after some steps, and the report."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(90, 200), nn.ReLU(), nn.Linear(200, 70))
+    optimizer = hvd.DistributedOptimizer(
+        momentum(list(model.parameters())), model.named_parameters(), **options
+    )
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(3, 90, generator=data)).square().mean().backward()
+        optimizer.step()
+    return digest(model.parameters()), optimizer.report()
+
+
+def chosen(rank: int, schedule: str) -> list[Any]:
+    """The plan decides how gradients are sent; which way it takes depends on measured times."""
+    parameters, report = trained_on(rank, 300, compression="auto:int8", schedule=schedule)
+    known = {"float32", "bfloat16", "int8"}
+    return [parameters, report["phase"], set(report["sent_as"]) <= known, report["plan_digest"]]
+
+
+def guarded(rank: int, guard: str) -> list[Any]:
+    """Every second step is compared, and no sample is good enough."""
+    every, cosine = compression_guard.EVERY_STEPS, compression_guard._LEAST_COSINE
+    compression_guard.EVERY_STEPS, compression_guard._LEAST_COSINE = 2, 2.0
+    try:
+        how: dict[str, Any] = {"compression": "int8", "compression_guard": guard}
+        parameters, report = trained_on(rank, 60, schedule="hybrid", **how)
+    finally:
+        compression_guard.EVERY_STEPS, compression_guard._LEAST_COSINE = every, cosine
+    sample = report["compression_sample"] or {"cosine": None}
+    return [parameters, sorted(report["sent_as"]), sample["cosine"]]
+
+
 SPIKES = (
     "synchronized and cleared",
     "synchronized and cleared by the program",
@@ -260,6 +296,8 @@ def main(out: str, layout: str) -> None:
             for what in ("", "synchronized", "closure")
             for name in ("oasr", "hybrid")
         },
+        "chosen": {name: chosen(rank, name) for name in ("auto", "oasr")},
+        "guarded": {how: guarded(rank, how) for how in ("warn", "fallback", "off")},
         "differ": {name: compared(name, rank, hosts) for name in ("oasr", "independent")},
     }
     Path(out, f"rank{rank}.json").write_text(json.dumps(results))

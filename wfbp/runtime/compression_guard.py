@@ -1,0 +1,80 @@
+"""Compares averages of encoded gradients with exact ones, one tensor every few steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+log = logging.getLogger("wfbp")
+
+EVERY_STEPS = 64
+_LEAST_COSINE = 0.99
+_NUM_BAD = 5
+"""So many samples in a row are an alarm."""
+
+GUARDS = ("warn", "fallback", "off")
+
+Sums = list[float]
+
+
+def sums_of(
+    sent: npt.NDArray[np.float32], exact: npt.NDArray[np.float32], error: npt.NDArray[np.float32]
+) -> Sums:
+    """This rank's part of what a sample needs: of the average as it was sent, of the exact one,
+    and of the errors that the next step makes up for."""
+    a, b, e = (np.asarray(values, np.float64) for values in (sent, exact, error))
+    return [float(np.dot(x, y)) for x, y in ((a, b), (a, a), (b, b), (a - b, a - b), (e, e))]
+
+
+class CompressionGuard:
+    """The samples of one reducer. Equal sums give equal answers, so ranks agree."""
+
+    def __init__(self, name: str, falls_back: bool, is_logger: bool) -> None:
+        self.sample: dict[str, Any] | None = None
+        """The latest one, for reports."""
+        self._name, self._falls_back, self._is_logger = name, falls_back, is_logger
+        self._num_bad = 0
+        self._has_warned = False
+        self._number = 0
+
+    def choose(self, candidates: Sequence[int]) -> int:
+        """The next one of these tensors."""
+        self._number += 1
+        return candidates[(self._number - 1) % len(candidates)]
+
+    def add(self, tensor: str, step: int, ranks: Sequence[Sums]) -> bool:
+        """Add a sample by the sums of all ranks; whether to send more bits from now on."""
+        dot, sent, exact, difference, error = (math.fsum(each) for each in zip(*ranks, strict=True))
+        if not exact > 0 or not math.isfinite(dot + sent + difference):
+            return False  # zeros, or a step that a scaler will skip
+        cosine = dot / math.sqrt(sent * exact) if sent else 0.0
+        self.sample = {
+            "tensor": tensor,
+            "step": step,
+            "cosine": cosine,
+            "relative_error": math.sqrt(difference / exact),
+            "kept_error": math.sqrt(error / exact / len(ranks)),
+        }
+        self._num_bad = self._num_bad + 1 if cosine < _LEAST_COSINE else 0
+        if self._num_bad < _NUM_BAD:
+            return False
+        self._num_bad = 0
+        if self._is_logger and not self._has_warned:
+            remedy = "they are sent in 16 bits from here on" if self._falls_back else "use bf16"
+            log.warning(
+                "%s: %d samples of encoded gradients in a row have a cosine below %s with exact "
+                "ones (%s: %.4f): %s",
+                self._name,
+                _NUM_BAD,
+                _LEAST_COSINE,
+                tensor,
+                cosine,
+                remedy,
+            )
+        self._has_warned = True
+        return self._falls_back
