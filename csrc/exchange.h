@@ -152,7 +152,7 @@ struct Coding {
   std::size_t wire_bytes(std::size_t first, std::size_t last) const {
     std::size_t total = 0;
     between(first, last, [&](const Part&, std::size_t, std::size_t count) {
-      total += Codec::wire_bytes(count);
+      total += codec.wire_bytes(count);
     });
     return total;
   }
@@ -291,7 +291,7 @@ struct Exchange {
           coding->codec.divide(sum, length, reduction.divisor);
           coding->codec.encode(bytes, error == nullptr ? nullptr : error + start * item, wire,
                               result + start * item, length);
-          wire += Codec::wire_bytes(length);
+          wire += coding->codec.wire_bytes(length);
         }
       });
     }
@@ -307,7 +307,7 @@ struct Exchange {
       if (share.owner == rank) continue;
       pieces_of(share, chunk.chunk, [&](const Part& part, std::size_t offset, std::size_t count) {
         coding->codec.decode(wire, results.at(part.start + offset, sizeof(float)), count);
-        wire += Codec::wire_bytes(count);
+        wire += coding->codec.wire_bytes(count);
       });
     }
   }
@@ -359,7 +359,7 @@ struct Exchange {
         std::uint8_t* error = part.error;
         if (error != nullptr) error += offset * item;
         coding->codec.encode(sources.at(part.start + offset, item), error, wire, nullptr, count);
-        wire += Codec::wire_bytes(count);
+        wire += coding->codec.wire_bytes(count);
       });
       const auto nbytes = static_cast<int>(wire - begin);
       if (nbytes == 0) continue;

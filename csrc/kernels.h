@@ -106,7 +106,7 @@ struct Casts {
   Cast narrow, widen;
 };
 
-// Encodes and decodes float32 elements in blocks that share a scale; see kernels.inl.
+// Encodes and decodes float32 elements in blocks; see kernels.inl.
 constexpr std::size_t kCodecBlock = 256;
 struct Codec {
   void (*encode)(const std::uint8_t* from, std::uint8_t* error, std::uint8_t* wire,
@@ -114,9 +114,10 @@ struct Codec {
   void (*decode)(const std::uint8_t* wire, std::uint8_t* out, std::size_t count);
   void (*add)(const std::uint8_t* wire, std::uint8_t* sum, std::size_t count);
   void (*divide)(float* block, std::size_t count, double divisor);
+  std::size_t element_bytes, block_bytes;  // sent per element, and beside that per block
 
-  static std::size_t wire_bytes(std::size_t count) {
-    return count + 2 * ((count + kCodecBlock - 1) / kCodecBlock);
+  std::size_t wire_bytes(std::size_t count) const {
+    return count * element_bytes + (count + kCodecBlock - 1) / kCodecBlock * block_bytes;
   }
 };
 
@@ -125,7 +126,7 @@ struct Kernels {
   Reducers reduce_float16, reduce_bfloat16, reduce_float32, reduce_float64;
   Reducers reduce_int32, reduce_int64, reduce_uint8;
   Casts float32_float16, float32_bfloat16, float64_float16, float64_bfloat16;
-  Codec int8;
+  Codec int8, int4;
   void (*stream)(const std::uint8_t* from, std::uint8_t* to, std::size_t nbytes);
   void (*fence)();
   const char* name;

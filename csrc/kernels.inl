@@ -204,9 +204,19 @@ Casts casts() {
   return {cast<Wide, Half>, cast<Half, Wide>};
 }
 
-// Codecs. Each block of kCodecBlock elements has a scale, a bfloat16, and then its elements. The
-// scale is rounded up, so that no element exceeds 127. Its product with an element is exact, so
-// every processor decodes the same bits.
+// int8. Each block of kCodecBlock elements has a scale, a bfloat16, and then its elements. The scale
+// is rounded up, so that no element exceeds 127. Its product with an element is exact, so every
+// processor decodes the same bits.
+
+constexpr std::uint32_t kInfinity = 0x7f800000u;
+constexpr std::uint32_t kTiny = 0x0d800000u;  // 2^-100; the inverse of a scale must be finite
+
+// The scale of elements of which the largest is `most`, and is sent as `steps`, as bits: 0 for tiny
+// ones, which are sent as zeros; NaN if there is any infinity or NaN.
+WFBP_TARGET inline std::uint32_t scale_of(std::uint32_t most, float steps) {
+  if (most >= kInfinity) return 0x7fc00000u;
+  return most < kTiny ? 0 : (bits_of(float_of(most) / steps) + 0xffffu) & 0xffff0000u;
+}
 
 // Adds the error, if any. `most` becomes the largest element without its sign, as bits, whose order
 // is the numbers'. Returns whether there is any gradient.
@@ -302,11 +312,8 @@ WFBP_TARGET inline void encode_int8(const std::uint8_t* from, std::uint8_t* erro
     std::uint32_t most;
     const bool any = add_error(from + at, left, values, length, most);
     if (!any) most = 0;
-    const bool finite = most < 0x7f800000u;
-    // Tiny blocks are sent as zeros: the inverse of a scale must be finite.
-    const bool tiny = most < bits_of(7.8886091e-31f);
-    std::uint32_t scale = 0x7fc00000u;  // NaN
-    if (finite) scale = tiny ? 0 : (bits_of(float_of(most) / 127.0f) + 0xffffu) & 0xffff0000u;
+    const bool finite = most < kInfinity, tiny = most < kTiny;
+    const std::uint32_t scale = scale_of(most, 127.0f);
     const auto sent = static_cast<std::uint16_t>(scale >> 16);
     std::memcpy(wire, &sent, 2);
     wire += 2;
@@ -356,6 +363,116 @@ WFBP_TARGET void decode_int8(const std::uint8_t* wire, std::uint8_t* out, std::s
   }
 }
 
+// int4. A block holds eight groups of 32 elements: group j has the elements j, j + 8, j + 16, ...
+// Walsh and Hadamard's transform spreads outliers over their group, and what is sent are its scale, a
+// bfloat16, and coefficients from -7 to 7. Sums of these are exact, so every processor decodes the
+// same bits. The last block of a tensor is filled up with zeros.
+constexpr std::size_t kGroups = 8, kInt4Bytes = 2 * kGroups + kCodecBlock / 2;
+
+WFBP_TARGET inline void transform(float* block) {
+  for (std::size_t half = kGroups; half < kCodecBlock; half *= 2) {
+    for (std::size_t start = 0; start < kCodecBlock; start += 2 * half) {
+      WFBP_INDEPENDENT
+      for (std::size_t i = start; i < start + half; ++i) {
+        const float a = block[i], b = block[i + half];
+        block[i] = a + b;
+        block[i + half] = a - b;
+      }
+    }
+  }
+}
+
+// The inverse of the transform, of coefficients that are whole numbers.
+WFBP_TARGET inline void restore(float* block, const float* scales) {
+  float by[kGroups];
+  for (std::size_t j = 0; j < kGroups; ++j) by[j] = scales[j] * (kGroups / float{kCodecBlock});
+  transform(block);
+  for (std::size_t i = 0; i < kCodecBlock; i += kGroups) {
+    for (std::size_t j = 0; j < kGroups; ++j) block[i + j] *= by[j];
+  }
+}
+
+// As encode_int8, by group instead of block.
+WFBP_TARGET inline void encode_int4(const std::uint8_t* from, std::uint8_t* error,
+                                    std::uint8_t* wire, std::uint8_t* decoded, std::size_t count) {
+  for (std::size_t start = 0; start < count; start += kCodecBlock, wire += kInt4Bytes) {
+    const std::size_t length = std::min(kCodecBlock, count - start), at = 4 * start;
+    float values[kCodecBlock] = {}, errors[kCodecBlock] = {}, sent[kCodecBlock];
+    std::uint32_t any[kGroups] = {}, most[kGroups] = {};
+    std::memcpy(values, from + at, 4 * length);
+    for (std::size_t i = 0; i < kCodecBlock; i += kGroups) {
+      for (std::size_t j = 0; j < kGroups; ++j) any[j] |= bits_of(values[i + j]) & 0x7fffffffu;
+    }
+    if (error != nullptr) std::memcpy(errors, error + at, 4 * length);
+    for (std::size_t i = 0; i < kCodecBlock; ++i) sent[i] = values[i] = values[i] + errors[i];
+    transform(sent);
+    for (std::size_t i = 0; i < kCodecBlock; i += kGroups) {
+      for (std::size_t j = 0; j < kGroups; ++j) {
+        most[j] = std::max(most[j], bits_of(sent[i + j]) & 0x7fffffffu);
+      }
+    }
+    float scales[kGroups], by[kGroups];
+    std::uint32_t keeps[kGroups];  // all bits set if the group keeps its error
+    for (std::size_t j = 0; j < kGroups; ++j) {
+      const std::uint32_t scale = scale_of(any[j] == 0 ? 0 : most[j], 7.0f);
+      const bool is_sent = scale != 0 && scale < kInfinity;
+      const auto half = static_cast<std::uint16_t>(scale >> 16);
+      std::memcpy(wire + 2 * j, &half, 2);
+      scales[j] = float_of(scale);
+      by[j] = is_sent ? 1.0f / scales[j] : 0.0f;
+      keeps[j] = any[j] == 0 || scale >= kInfinity ? ~0u : 0;
+    }
+    constexpr float kRound = 12582912.0f;  // as in quantize()
+    std::int32_t elements[kCodecBlock];
+    for (std::size_t i = 0; i < kCodecBlock; i += kGroups) {
+      for (std::size_t j = 0; j < kGroups; ++j) {
+        const float element = by[j] == 0.0f ? 0.0f : sent[i + j] * by[j];
+        elements[i + j] = static_cast<std::int32_t>(bits_of(element + kRound) - bits_of(kRound));
+        sent[i + j] = static_cast<float>(elements[i + j]);
+      }
+    }
+    for (std::size_t i = 0; i < kCodecBlock / 2; ++i) {
+      wire[2 * kGroups + i] = static_cast<std::uint8_t>((elements[i] & 15) |
+                                                        elements[i + kCodecBlock / 2] * 16);
+    }
+    if (error == nullptr && decoded == nullptr) continue;
+    restore(sent, scales);
+    if (decoded != nullptr) std::memcpy(decoded + at, sent, 4 * length);
+    if (error == nullptr) continue;
+    for (std::size_t i = 0; i < kCodecBlock; i += kGroups) {
+      for (std::size_t j = 0; j < kGroups; ++j) {
+        const std::uint32_t left = bits_of(values[i + j] - sent[i + j]);
+        errors[i + j] = float_of((left & ~keeps[j]) | (bits_of(errors[i + j]) & keeps[j]));
+      }
+    }
+    std::memcpy(error + at, errors, 4 * length);
+  }
+}
+
+template <bool adds>
+WFBP_TARGET void decode_int4(const std::uint8_t* wire, std::uint8_t* out, std::size_t count) {
+  for (std::size_t start = 0; start < count; start += kCodecBlock, wire += kInt4Bytes) {
+    const std::size_t length = std::min(kCodecBlock, count - start);
+    float scales[kGroups], block[kCodecBlock], sum[kCodecBlock] = {};
+    for (std::size_t j = 0; j < kGroups; ++j) {
+      std::uint16_t half;
+      std::memcpy(&half, wire + 2 * j, 2);
+      scales[j] = bfloat16_to_float(half);
+    }
+    for (std::size_t i = 0; i < kCodecBlock / 2; ++i) {
+      const std::int32_t both = static_cast<std::int8_t>(wire[2 * kGroups + i]);
+      const std::int32_t low = ((both & 15) ^ 8) - 8;
+      block[i] = static_cast<float>(low);
+      block[i + kCodecBlock / 2] = static_cast<float>((both - (both & 15)) / 16);
+    }
+    restore(block, scales);
+    std::uint8_t* to = out + 4 * start;
+    if (adds) std::memcpy(sum, to, 4 * length);
+    for (std::size_t i = 0; i < kCodecBlock; ++i) sum[i] = adds ? sum[i] + block[i] : block[i];
+    std::memcpy(to, sum, 4 * length);
+  }
+}
+
 template <class Format>
 Reducers reducers(Reduce average = nullptr) {
   return {reduce<Format, Sum>, reduce<Format, Min>, reduce<Format, Max>, reduce<Format, Product>,
@@ -383,7 +500,8 @@ inline Kernels kernels() {
           casts<Plain<float>, BFloat16>(),
           casts<Plain<double>, Float16>(),
           casts<Plain<double>, BFloat16>(),
-          {encode_int8, decode_int8<false>, decode_int8<true>, divide<float>},
+          {encode_int8, decode_int8<false>, decode_int8<true>, divide<float>, 1, 2},
+          {encode_int4, decode_int4<false>, decode_int4<true>, divide<float>, 0, kInt4Bytes},
           stream,
           fence,
           WFBP_NAME};

@@ -137,11 +137,11 @@ void reduce_shards(const py::object& shards, py::array out, const std::string& d
 
 using Floats = py::array_t<float, py::array::c_style>;
 
-std::size_t wire_of(const Floats& elements, const py::array& wire) {
+std::size_t wire_of(const wfbp::Codec& codec, const Floats& elements, const py::array& wire) {
   const auto count = static_cast<std::size_t>(elements.size());
-  if (static_cast<std::size_t>(wire.nbytes()) != wfbp::Codec::wire_bytes(count)) {
+  if (static_cast<std::size_t>(wire.nbytes()) != codec.wire_bytes(count)) {
     throw py::value_error(std::to_string(count) + " elements are encoded in " +
-                          std::to_string(wfbp::Codec::wire_bytes(count)) + " bytes, found " +
+                          std::to_string(codec.wire_bytes(count)) + " bytes, found " +
                           std::to_string(wire.nbytes()));
   }
   return count;
@@ -149,7 +149,7 @@ std::size_t wire_of(const Floats& elements, const py::array& wire) {
 
 void encode(const Floats& source, py::array wire, const std::string& codec, py::object error) {
   const wfbp::Codec how = wfbp::codec_of(codec, chosen());
-  const std::size_t count = wire_of(source, wire);
+  const std::size_t count = wire_of(how, source, wire);
   std::uint8_t* left = nullptr;
   if (!error.is_none()) {
     auto array = py::cast<py::array>(error);
@@ -163,7 +163,7 @@ void encode(const Floats& source, py::array wire, const std::string& codec, py::
 
 void decode(const py::array& wire, Floats out, const std::string& codec, bool adds) {
   const wfbp::Codec how = wfbp::codec_of(codec, chosen());
-  const std::size_t count = wire_of(out, wire);
+  const std::size_t count = wire_of(how, out, wire);
   std::uint8_t* to = writable_bytes(out, "out");
   const auto* from = static_cast<const std::uint8_t*>(wire.data());
   wfbp::without_gil([&] { (adds ? how.add : how.decode)(from, to, count); });

@@ -90,7 +90,8 @@ def encode(
 ) -> None:
     """Encode elements of one tensor, with the ``error`` that earlier ones left, which is replaced.
 
-    ``int8``: blocks of 256 elements, each a scale in bfloat16 and then one byte per element. A
+    ``int8``: blocks of 256 elements, each a scale in bfloat16 and then one byte per element.
+    ``int4``: blocks of 256 elements in 144 bytes (see csrc/kernels.inl). A
     block of zeros keeps its error. One with infinity or NaN is decoded as NaN, and keeps it, too.
     """
 
@@ -113,7 +114,7 @@ class Transfer:
         """Messages that have ended, so far."""
 
 class Coding:
-    """What exchanges send encoded, as ``int8`` in blocks of 256 elements that share a scale.
+    """What exchanges send encoded, as ``int8`` or ``int4``, in blocks of 256 elements.
 
     ``parts`` are consecutive float32 elements of one tensor: the number of the first in the
     exchange, a multiple of 256; their count; and this rank's errors of what it sends, and of the

@@ -23,7 +23,7 @@ class Config:
         schedule: planner that groups gradients, if the program does not choose one; ``auto``,
             ``oasr``, ``hybrid`` and ``single`` are recommended.
         compression: how gradients are sent if the program does not choose: ``none``, ``fp16``,
-            ``bf16``, ``int8``, ``auto:bf16`` or ``auto:int8``.
+            ``bf16``, ``int8``, ``int4``, or what the plan chooses up to these, as ``auto:int8``.
         threshold_bytes: group size of the ``threshold`` schedule and of the first steps, and start
             of those that ``dear`` tries; a variable may have a unit, as in ``25M``.
         zero_copy_min_bytes: tensors of at least this size are not packed; may have a unit.

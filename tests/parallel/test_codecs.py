@@ -12,11 +12,12 @@ from wfbp.config import SCHEDULES
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 
 
-def check(ranks: int, hosts: tuple[int, ...] = (), mpi: str = "mpich") -> None:
+def check(ranks: int, hosts: tuple[int, ...] = (), mpi: str = "mpich", codec: str = "int8") -> None:
     found = outcome(
         "torch/codecs",
         ranks,
         json.dumps(list(hosts)),
+        codec,
         mpi=mpi,
         timeout=JOB_S,
         preloaded="torch and jax",
@@ -31,6 +32,9 @@ def check(ranks: int, hosts: tuple[int, ...] = (), mpi: str = "mpich") -> None:
     assert len(set(averages.values())) == 1, averages
     exact = set(found.ranks[0]["exact averages"].values())
     assert len(exact | set(averages.values())) == 2, (exact, averages)
+    assert not any(found.ranks[0]["differ"].values()), found.ranks[0]["differ"]
+    if codec != "int8":
+        return
     for _, phase, known, _ in found.ranks[0]["chosen"].values():
         assert (phase, known) == ("installed", True), found.ranks[0]["chosen"]
     guarded = found.ranks[0]["guarded"]
@@ -41,8 +45,8 @@ def check(ranks: int, hosts: tuple[int, ...] = (), mpi: str = "mpich") -> None:
     assert guarded["off"][2] is None
     errors = found.ranks[0]["after a spike"]
     assert max(errors.values()) < 0.1, errors
-    assert max(found.ranks[0]["made up"].values()) < 3, found.ranks[0]["made up"]
-    assert not any(found.ranks[0]["differ"].values()), found.ranks[0]["differ"]
+    # 30 without feedback. A factor is usual from the fifth step on.
+    assert max(found.ranks[0]["made up"].values()) < 5, found.ranks[0]["made up"]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,11 @@ def check(ranks: int, hosts: tuple[int, ...] = (), mpi: str = "mpich") -> None:
 )
 def test_one_rank_per_host(ranks: int) -> None:
     check(ranks)
+
+
+@pytest.mark.parametrize("hosts", [(), pytest.param((2, 1), marks=pytest.mark.long)])
+def test_int4(hosts: tuple[int, ...]) -> None:
+    check(3, hosts, codec="int4")
 
 
 @pytest.mark.parametrize("hosts", [(2, 1), pytest.param((2, 2), marks=pytest.mark.long)])

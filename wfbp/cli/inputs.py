@@ -67,9 +67,7 @@ schedule_option = partial(
 )
 
 
-def compressed(
-    costs: Costs, trace: Trace, compression: str, num_ranks: int, of_run: bool
-) -> Costs:
+def compressed(costs: Costs, trace: Trace, compression: str, num_ranks: int, of_run: bool) -> Costs:
     """The costs of gradients by their bytes before compression. A trace has no shapes, so that only
     small tensors are known to be sent exactly."""
     if compression == "none":
@@ -78,15 +76,15 @@ def compressed(
         raise click.UsageError(
             "--compression needs --cost: a run's own costs are those of gradients as it sent them"
         )
-    from wfbp.comm.cost_probe import codec_s_per_byte
+    from wfbp.comm.cost_probe import codec_s
     from wfbp.runtime.arguments import ReducerOptions
 
     options = ReducerOptions("single", 1, wire=COMPRESSIONS[compression])
     specs = [replace(spec, shape=(1, spec.numel)) for spec in trace.specs]
     nbytes = sum(spec.nbytes for spec in specs) or 1
-    sent_bytes, encoded_bytes = options.sent_bytes(specs, num_ranks, "")
-    codec_s = codec_s_per_byte(encoded_bytes)
-    return costs.compressed(sent_bytes / nbytes or 1.0).encoded(codec_s * encoded_bytes / nbytes)
+    sent_bytes, encoded = options.sent_bytes(specs, num_ranks, "")
+    encoding_s = sum(codec_s(codec, size) for codec, size in encoded.items())
+    return costs.compressed(sent_bytes / nbytes or 1.0).encoded(encoding_s / nbytes)
 
 
 def load(

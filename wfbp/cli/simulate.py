@@ -106,7 +106,6 @@ def command(
             f"the run's costs were measured among {by_ranks} ranks; leave --measured-on and "
             "--per-link out, or give --cost"
         )
-    costs = compressed(costs, model, compression, min(workers), of_run=cost is None)
     known = measured_on or by_ranks
     measured_on = known or 2
     source = link_of(costs) if per_link else costs
@@ -121,7 +120,13 @@ def command(
             node = Node(ranks_per_host, fast)
     elif within is not None:
         raise click.UsageError("--within needs --algorithm hierarchical")
-    rows = sweep([model], source, workers, names, algorithm, measured_on=measured_on, node=node)
+    rows = []
+    for count in workers:  # a tensor's shards get smaller, and then too small to be encoded
+        sent = compressed(costs, model, compression, max(count, 2), of_run=cost is None)
+        source = link_of(sent) if per_link else sent
+        rows += sweep(
+            [model], source, [count], names, algorithm, measured_on=measured_on, node=node
+        )
     if as_json:
         results = [
             asdict(row)

@@ -230,19 +230,17 @@ def _stream(
         await_work(work)
 
 
-def codec_s_per_byte(nbytes: int) -> float:
-    """Seconds that a rank computes per byte of a gradient that is encoded: to encode it, with
-    errors, to add another rank's, and to decode the sum; 0 for no bytes. Some milliseconds."""
-    if not nbytes:
-        return 0.0
+def codec_s(codec: str, nbytes: int) -> float:
+    """Seconds that a rank computes for gradients of so many bytes that are encoded: to encode them,
+    with errors, to add another rank's, and to decode the sum. Takes some milliseconds."""
     spec = TensorSpec("sample", (min(nbytes, FINE_BYTES * 4) // 4,), "float32")
     source, error, out = np.ones((3, spec.numel), np.float32)
-    wire = np.empty(spec.wire_bytes("int8"), np.uint8)
+    wire = np.empty(spec.wire_bytes(codec), np.uint8)
     seconds = []
     for _ in range(FEWEST_REPETITIONS):
         begin_s = time.perf_counter()
-        native.encode(source, wire, "int8", error)
-        native.decode(wire, out, "int8", adds=True)
-        native.decode(wire, out, "int8")
+        native.encode(source, wire, codec, error)
+        native.decode(wire, out, codec, adds=True)
+        native.decode(wire, out, codec)
         seconds.append(time.perf_counter() - begin_s)
-    return min(seconds) / spec.nbytes
+    return min(seconds) / spec.nbytes * nbytes

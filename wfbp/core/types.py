@@ -75,12 +75,16 @@ WIRE_DTYPES = ("float16", "bfloat16")
 """Types that wider gradients can be narrowed to for sending."""
 
 
-CODECS = ("int8",)
-"""Encodings of float32 gradients for sending."""
+CODEC_BLOCK = 256
+"""Elements that are encoded together."""
+
+CODECS = {"int8": (1, 2), "int4": (0, 144)}
+"""Encodings of float32 gradients for sending: bytes per element, and beside these per block."""
 
 AUTO_WIRES = {
     "auto:bfloat16": ("", "bfloat16"),
     "auto:int8": ("", "bfloat16", "int8"),
+    "auto:int4": ("", "bfloat16", "int8", "int4"),
 }
 """Choices that the plan makes, the most precise first."""
 
@@ -89,16 +93,20 @@ COMPRESSIONS = {
     "fp16": "float16",
     "bf16": "bfloat16",
     "int8": "int8",
+    "int4": "int4",
     "auto:bf16": "auto:bfloat16",
     "auto:int8": "auto:int8",
+    "auto:int4": "auto:int4",
 }
 """Types in which gradients are sent, by the names that programs use; empty for their own type."""
 
-CODEC_BLOCK = 256
-"""Elements that share a scale, which takes two bytes."""
-
 ENCODED_FROM_BYTES = 4 << 10
 """Tensors of at least so many bytes per rank can be encoded."""
+
+
+def may_encode(wire: str) -> bool:
+    """Whether gradients that are sent so may be sent by one of ``CODECS``."""
+    return not CODECS.keys().isdisjoint(AUTO_WIRES.get(wire, (wire,)))
 
 
 def wire_type(dtype: str, wire_dtype: str) -> str:
@@ -160,6 +168,7 @@ class TensorSpec:
     def wire_bytes(self, wire: str) -> int:
         """Number of bytes sent, as one of ``CODECS`` or ``WIRE_DTYPES`` if narrower."""
         if wire in CODECS:
-            return self.numel + 2 * -(-self.numel // CODEC_BLOCK)
+            element_bytes, block_bytes = CODECS[wire]
+            return self.numel * element_bytes + -(-self.numel // CODEC_BLOCK) * block_bytes
         sent = wire_type(self.real_dtype, wire)
         return self.nbytes // item_bytes(self.real_dtype) * item_bytes(sent)

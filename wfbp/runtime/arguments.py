@@ -17,6 +17,7 @@ from wfbp.core.types import (
     WIRE_DTYPES,
     Op,
     TensorSpec,
+    may_encode,
     wire_type,
 )
 from wfbp.runtime.compression_guard import GUARDS
@@ -59,23 +60,31 @@ class ReducerOptions:
 
     def sent_bytes(
         self, specs: Iterable[TensorSpec], num_ranks: int, chosen: str
-    ) -> tuple[int, int]:
-        """Bytes of these tensors as they are sent, and of those that are encoded, before that."""
+    ) -> tuple[int, dict[str, int]]:
+        """Bytes of these tensors as they are sent, and by codec, before that, of the encoded."""
         sent = [(spec, self.wire_of(spec, num_ranks, chosen)) for spec in specs]
-        encoded = (spec.nbytes for spec, wire in sent if wire in CODECS)
-        return sum(spec.wire_bytes(wire) for spec, wire in sent), sum(encoded)
+        encoded = Counter[str]()
+        for spec, wire in sent:
+            if wire in CODECS:
+                encoded[wire] += spec.nbytes
+        return sum(spec.wire_bytes(wire) for spec, wire in sent), encoded
 
     def without_codecs(self) -> ReducerOptions:
         """The same, but nothing is encoded: no message leaves the host."""
-        return self._with({**dict.fromkeys(CODECS, ""), "auto:int8": "auto:bfloat16"})
+        return self._without_codecs("")
 
     def in_16_bits(self) -> ReducerOptions:
         """The same, but what would be encoded is sent as bfloat16."""
-        return self._with({**dict.fromkeys(CODECS, "bfloat16"), "auto:int8": "auto:bfloat16"})
+        return self._without_codecs("bfloat16")
 
-    def _with(self, other: Mapping[str, str]) -> ReducerOptions:
-        wires = tuple((name, other.get(wire, wire)) for name, wire in self.wires)
-        return replace(self, wire=other.get(self.wire, self.wire), wires=wires)
+    def _without_codecs(self, instead: str) -> ReducerOptions:
+        def other(wire: str) -> str:
+            if not may_encode(wire):
+                return wire
+            return "auto:bfloat16" if wire in AUTO_WIRES else instead
+
+        wires = tuple((name, other(wire)) for name, wire in self.wires)
+        return replace(self, wire=other(self.wire), wires=wires)
 
     def check(self, specs: Sequence[TensorSpec], user: str = "") -> None:
         """Raise unless these tensors' gradients can be reduced; ``user`` is for messages."""
@@ -141,7 +150,7 @@ def wires_of(
         pattern = next((p for p in rules if _matches(name, p)), "*")
         if pattern != "*":
             exceptions.append((name, rules[pattern]))
-        elif name in exempt and not set(CODECS).isdisjoint(AUTO_WIRES.get(rest, (rest,))):
+        elif name in exempt and may_encode(rest):
             exceptions.append((name, ""))
     return rest, tuple(exceptions)
 

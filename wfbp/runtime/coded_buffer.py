@@ -29,8 +29,8 @@ class ErrorFeedback:
     """The rounding errors of encoding, which are added to the next step's gradients.
 
     Kept by tensor, so that they outlive plans: the errors of what this rank sends, and of the sums
-    that it owns. A block without gradient keeps its error. What the program does not use leaves no
-    error, or its gradient would arrive in the next step nevertheless.
+    that it owns. A block without gradient keeps its error. An average that the program does
+    not use leaves no error, or a part of its gradient would arrive in the next step.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, size: int) -> None:
@@ -46,19 +46,13 @@ class ErrorFeedback:
             self._errors[index] = errors[0], errors[1]
         return self._errors[index]
 
-    def of_shard(self, index: int) -> Buffer:
-        """The errors of this rank's contribution to its own shard, and of the shard's sum."""
-        start, stop = shard_range(self._specs[index], self._rank, self._size)
-        error, sum_error = self.of(index)
-        return error[start // _ITEM : stop // _ITEM] + sum_error
-
     def forget(self) -> None:
         """Begin anew, with buffers that are made after this."""
         self._errors.clear()
 
-    def scale(self, indices: Iterable[int], scale: float) -> None:
-        """Multiply the errors of some tensors, as their averages were; 0 drops them."""
-        for index in indices:
+    def scale(self, indices: Iterable[int] | None, scale: float) -> None:
+        """Multiply the errors of some tensors, or of all, as their averages were; 0 drops them."""
+        for index in list(self._errors) if indices is None else indices:
             for error in self._errors.get(index, ()):
                 if scale:
                     error *= np.float32(scale)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 log = logging.getLogger("wfbp")
 
 EVERY_STEPS = 64
-_LEAST_COSINE = 0.99
+_LEAST_COSINES = {"int8": 0.99, "int4": 0.9}
 _NUM_BAD = 5
 """So many samples in a row are an alarm."""
 
@@ -22,13 +22,24 @@ GUARDS = ("warn", "fallback", "off")
 Sums = list[float]
 
 
+MOST_ELEMENTS = 1 << 18
+"""Of a tensor, at most so many are compared, of the shard of one rank."""
+
+
 def sums_of(
-    sent: npt.NDArray[np.float32], exact: npt.NDArray[np.float32], error: npt.NDArray[np.float32]
+    sent: npt.NDArray[np.float32] | None,
+    exact: npt.NDArray[np.float32],
+    error: npt.NDArray[np.float32],
+    weight: float,
 ) -> Sums:
-    """This rank's part of what a sample needs: of the average as it was sent, of the exact one,
-    and of the errors that the next step makes up for."""
-    a, b, e = (np.asarray(values, np.float64) for values in (sent, exact, error))
-    return [float(np.dot(x, y)) for x, y in ((a, b), (a, a), (b, b), (a - b, a - b), (e, e))]
+    """This rank's part of a sample: of the average as it was sent (None on all ranks but the owner
+    of that shard), of the exact one, and of errors that the next step makes up for, which count
+    with this weight in the average."""
+    kept = np.asarray(error, np.float64) * weight
+    if sent is None:
+        return [0.0] * 4 + [float(kept @ kept)]
+    a, b = np.asarray(sent, np.float64), np.asarray(exact, np.float64)
+    return [float(x @ y) for x, y in ((a, b), (a, a), (b, b), (a - b, a - b), (kept, kept))]
 
 
 class CompressionGuard:
@@ -40,14 +51,15 @@ class CompressionGuard:
         self._name, self._falls_back, self._is_logger = name, falls_back, is_logger
         self._num_bad = 0
         self._has_warned = False
-        self._number = 0
+        self._number = -1
 
-    def choose(self, candidates: Sequence[int]) -> int:
-        """The next one of these tensors."""
-        self._number += 1
-        return candidates[(self._number - 1) % len(candidates)]
+    def choose(self, candidates: Sequence[int], num_ranks: int) -> tuple[int, int]:
+        """The next one of these tensors, unless the last one was bad; and whose shard of it."""
+        if not self._num_bad:
+            self._number += 1
+        return candidates[self._number % len(candidates)], self._number % num_ranks
 
-    def add(self, tensor: str, step: int, ranks: Sequence[Sums]) -> bool:
+    def add(self, tensor: str, codec: str, step: int, ranks: Sequence[Sums]) -> bool:
         """Add a sample by the sums of all ranks; whether to send more bits from now on."""
         dot, sent, exact, difference, error = (math.fsum(each) for each in zip(*ranks, strict=True))
         if not exact > 0 or not math.isfinite(dot + sent + difference):
@@ -58,9 +70,10 @@ class CompressionGuard:
             "step": step,
             "cosine": cosine,
             "relative_error": math.sqrt(difference / exact),
-            "kept_error": math.sqrt(error / exact / len(ranks)),
+            "kept_error": math.sqrt(error / exact),
         }
-        self._num_bad = self._num_bad + 1 if cosine < _LEAST_COSINE else 0
+        least = _LEAST_COSINES[codec]
+        self._num_bad = self._num_bad + 1 if cosine < least else 0
         if self._num_bad < _NUM_BAD:
             return False
         self._num_bad = 0
@@ -71,7 +84,7 @@ class CompressionGuard:
                 "ones (%s: %.4f): %s",
                 self._name,
                 _NUM_BAD,
-                _LEAST_COSINE,
+                least,
                 tensor,
                 cosine,
                 remedy,

@@ -24,7 +24,7 @@ from wfbp.runtime.progress.loop import Reply, needs_of
 from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.step import (
     BufferView,
-    Close,
+    Event,
     Gather,
     GradientRef,
     GroupReady,
@@ -58,7 +58,7 @@ class Lane:
         self.backend = backend
         self.errors = ErrorFeedback(specs, backend.rank, backend.size)
         # The training thread appends and the lane takes: a deque's operations are atomic.
-        self.events: deque[GroupReady | Close | Gather | Used] = deque()
+        self.events: deque[Event] = deque()
         self.reply: Reply[StepResult] = Reply()
         self.arrivals: Reply[GroupStamps] = Reply()
         self.polls = memory.polls
@@ -184,10 +184,10 @@ class Lane:
             progressed = True
         return progressed
 
-    def _read(self, event: GroupReady | Close | Gather | Used) -> None:
+    def _read(self, event: Event) -> None:
         sequencer = self._sequencer
         if isinstance(event, Used):
-            self.errors.scale(self._reduced, event.scale)
+            self.errors.scale(self._reduced if event.scale else None, event.scale)
             return
         if isinstance(event, Gather):
             self._gather = event

@@ -11,10 +11,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from wfbp.comm.locations import Location, in_host_memory
 from wfbp.comm.memory import Dependencies, Stamp
 from wfbp.core.cost import Costs
-from wfbp.core.types import CODECS, TensorSpec
+from wfbp.core.types import CODECS, Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.runtime import compression_guard
 from wfbp.runtime.arguments import ReducerOptions
@@ -126,7 +128,7 @@ class Reducer:
         if memory.sends_flags_separately and self.encoded:
             raise ValueError(
                 f"{self.who}: gradients are encoded in the memory of hosts, and these are on a "
-                "device; use compression='bf16'"
+                "device; use compression='bf16' or 'auto:bf16'"
             )
         # Separate, because ranks may end the steps of several reducers in different orders.
         self.channel = runtime.channel_on(control_backend, name)
@@ -141,8 +143,9 @@ class Reducer:
         self._rarer_steps = 0
         self.outcome = Outcome()  # of the last one that was reduced
         self.used_scale = 1.0
-        """What the program has multiplied the last averages by when it used them; 0 if it has not,
-        so that errors of encoding belong to nothing."""
+        """The factor that the program has applied to the last averages before it used them; 0 if it
+        has not used them. Errors of encoding shrink alike."""
+        self.fell_back = False
         self._guard = CompressionGuard(self.who, options.guard == "fallback", is_logger)
 
         # All-gathers: this rank's shards, and the groups that have arrived.
@@ -458,35 +461,43 @@ class Reducer:
         if often and self._runtime.rank == 0 and self.num_steps % often == 0:
             log_summary(self._name, self.report())
 
-    def _guard_compression(
-        self, result: StepResult, reduced: Sequence[BufferView | None]
-    ) -> None:
+    def _guard_compression(self, result: StepResult, reduced: Sequence[BufferView | None]) -> None:
         """Now and then compare an encoded average with an exact one; a collective."""
         options, size, wire = self._options, self._runtime.size, self.tuner.plan.wire
         if options.guard == "off" or self.num_steps % compression_guard.EVERY_STEPS:
             return
-        candidates = [
-            index
+        codecs = {
+            index: codec
             for index, here in zip(self._planned, result.present, strict=True)
-            if here and options.wire_of(self.specs[index], size, wire) in CODECS
-        ]
-        if not candidates:
+            if here and (codec := options.wire_of(self.specs[index], size, wire)) in CODECS
+        }
+        if not codecs:
             return
-        index = self._guard.choose(candidates)
+        index, owner = self._guard.choose(list(codecs), size)
         spec, view = self.specs[index], reduced[index]
-        gradient = self._sources[index], self._owners[index]
-        (exact,) = self._lane.reduce_now(self.channel, [spec], [gradient])
+        first, last = (at // spec.item_bytes for at in shard_range(spec, owner, size))
+        if first == last:  # a small tensor has fewer shards than ranks
+            owner, (first, last) = 0, (at // spec.item_bytes for at in shard_range(spec, 0, size))
+        last = min(last, first + compression_guard.MOST_ELEMENTS)
+        part = TensorSpec(spec.name, (last - first,), spec.dtype)
+        address = self._sources[index] and self._sources[index] + first * spec.item_bytes
+        (exact,) = self._lane.reduce_now(self.channel, [part], [(address, self._owners[index])])
         assert exact is not None
         assert view is not None
-        shard = self._shards[index]
-        sent = view.data[shard] if view.whole else view.data
-        error = self._lane.errors.of_shard(index)
-        mine = sums_of(sent.view(np.float32), exact.data[shard].view(np.float32), error)
+        error, sum_error = self._lane.errors.of(index)
+        sent = None
+        if owner == self._runtime.rank:
+            shard = view.data[self._shards[index]] if view.whole else view.data
+            sent, error = shard.view(np.float32)[: last - first], sum_error[: last - first]
+            weight = 1.0
+        else:
+            error, weight = error[first:last], 1.0 / size if options.op is Op.AVERAGE else 1.0
+        mine = sums_of(sent, exact.data.view(np.float32), error, weight)
         ranks = self.channel.exchange_values(mine, "comparing compressed gradients")
-        if self._guard.add(spec.name, self.num_steps, ranks):
+        if self._guard.add(spec.name, codecs[index], self.num_steps, ranks):
             self._options = self._lane.options = options.in_16_bits()
             self._lane.errors.forget()
-            self.encoded = []
+            self.encoded, self.fell_back = [], True
             self.tuner.use(self._options)
 
     def _install(self) -> None:

@@ -1,4 +1,4 @@
-"""Events and results of one step; the reducer posts ``GroupReady``, ``Close``, ``Gather``, ``Used``."""
+"""Events of one step, which the reducer posts (:data:`Event`), and its results."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class GroupReady(NamedTuple):
 
 
 class Used(NamedTuple):
-    """The last step's averages were used, multiplied by ``scale``, which is 0 if they were not;
-    precedes the next step."""
+    """The last step's averages were used, multiplied by ``scale``; 0 if they were not, and then no
+    error of encoding counts any more. Precedes the next step."""
 
     scale: float
 
@@ -60,6 +60,9 @@ class Gather:
     owners: Sequence[object]  # kept alive until the gathers end
     count: int | None  # number of all-gathers that may start now; None for all
     dependencies: Dependencies
+
+
+Event = GroupReady | Close | Gather | Used
 
 
 @dataclass(frozen=True, slots=True)

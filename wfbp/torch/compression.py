@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wfbp.core.types import COMPRESSIONS, may_encode
 from wfbp.runtime import arguments
 
 
@@ -53,9 +54,13 @@ class Int8Compressor(Compressor):
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """``ValueError``: it is for no other operation."""
         raise ValueError(
-            "compression is int8; it is for gradients of a DistributedOptimizer, and this operation "
-            "sends fp16 or bf16 at best"
+            f"compression is {cls.__name__}; it is for gradients of a DistributedOptimizer, and "
+            "this operation sends fp16 or bf16 at best"
         )
+
+
+class Int4Compressor(Int8Compressor):
+    """Gradients of a ``DistributedOptimizer`` travel in 4 bits, as by ``compression="int4"``."""
 
 
 class Compression:
@@ -72,6 +77,7 @@ class Compression:
     fp16 = FP16Compressor
     bf16 = BF16Compressor
     int8 = Int8Compressor
+    int4 = Int4Compressor
 
 
 def check_compressor(compression: object, what: str) -> None:
@@ -94,7 +100,7 @@ def wires_of(
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
     """How gradients of these parameters are sent; embeddings exactly, unless a rule names them.
     Rules may also be for other ``known`` parameters."""
-    kinds = {getattr(Compression, name): name for name in ("none", "fp16", "bf16", "int8")}
+    kinds = {getattr(Compression, name): name for name in ("none", "fp16", "bf16", "int8", "int4")}
 
     def named_choice(choice: object) -> object:
         return kinds.get(choice, choice) if isinstance(choice, type) else choice
@@ -105,7 +111,7 @@ def wires_of(
         choices = [*rules.values()]
     else:
         choices = [given := named_choice(compression)]
-    encodes = not {"int8", "auto:int8"}.isdisjoint(map(str, choices))
+    encodes = any(may_encode(COMPRESSIONS.get(str(choice), "")) for choice in choices)
     embeddings = _embeddings() if encodes else set()
     exempt = {name for name, param in named if id(param) in embeddings}
     return arguments.wires_of(

@@ -39,6 +39,8 @@ _EMPTY = 1
 """Stands for the address of a tensor without elements, which has none; 0 means no gradient."""
 
 _SAMPLED_GRADIENTS = 4
+_USUAL_STEPS = 4
+_UNUSUAL = 0.9
 _FIRST_STEPS, _EVERY_STEPS = 8, 64
 """Only these steps sample a device's gradients; the results are read when they have arrived."""
 
@@ -279,7 +281,10 @@ class OptimizerSync:
         self._drift = Drift(runtime, reducer, params)
         self.has_left = False
         self._is_clipped = False
-        self._scale = 1.0  # that the averages were multiplied by
+        # The factors that this object and the program have applied to the averages, and those of
+        # both of the last steps.
+        self._clipped = self._scaled = 1.0
+        self._usual = deque([1.0], _USUAL_STEPS)
         self._averages: dict[int, torch.Tensor] = {}
         """Samples of averages that the program may change before it steps, by index."""
         self._alone = False  # whether the last step was reduced with ranks that had joined
@@ -503,7 +508,8 @@ class OptimizerSync:
         self._unsent.clear()
         self._guard.clear()
         self._is_clipped = False
-        self._scale, reducer.used_scale = 1.0, 0.0
+        self._clipped = self._scaled = 1.0
+        reducer.used_scale = 0.0
         self._averages.clear()
         self._take(reduced)
         if reducer.outcome.sparse:
@@ -603,17 +609,28 @@ class OptimizerSync:
             if grad is not None and grad.layout is torch.strided
         }
 
+    def _note_scale(self) -> None:
+        """Learn by how much the program has scaled the averages since they were noted."""
+        before, now = self._averages, self._sample_encoded() if self._averages else {}
+        was, became = (
+            sum(float(values[k].abs().sum(dtype=torch.float64)) for k in before if k in now)
+            for values in (before, now)
+        )
+        self._scaled *= became / was if was else 1.0
+        self._averages = now
+
     def use_averages(self) -> None:
-        """The averages are used, as they are now."""
-        scale, before = self._scale, self._averages
-        if before:
-            now = self._sample_encoded()
-            was, became = (
-                sum(float(values[k].abs().sum(dtype=torch.float64)) for k in before if k in now)
-                for values in (before, now)
-            )
-            scale *= became / was if was else 1.0
-        self.reducer.used_scale = scale if scale <= 1 else 1.0 if scale < math.inf else 0.0
+        """The averages are used, as they are now. Errors of encoding are in the units of averages
+        before they were scaled. So a steady factor leaves them as they are, and only a much smaller
+        one than usual (of a gradient that was clipped as an exception) shrinks them."""
+        self._note_scale()
+        scale = self._clipped * self._scaled
+        if not scale < math.inf:
+            self.reducer.used_scale = 0.0
+            return
+        self._usual.append(scale)
+        usual = max(self._usual)
+        self.reducer.used_scale = scale / usual if scale < _UNUSUAL * usual else 1.0
 
     def check_no_new_gradients(self, assigned: bool = False) -> None:
         """Raise ``RuntimeError`` if gradients have appeared since they were reduced, by backward or
@@ -712,8 +729,9 @@ class OptimizerSync:
                     own[0, slot.address] = tensors.shared(slot.data).view(param.dtype)
         scaled = list(own.values())
         channel = None if self._alone else self.reducer.channel
+        self._note_scale()
         norm, factor = clip(self.runtime, channel, limit, shards, whole, scaled)
-        self._scale *= factor
+        self._clipped *= factor
         if self._averages:
             self.note_averages()
         if watches:
@@ -775,7 +793,6 @@ class OptimizerSync:
             while True:
                 self.update.flush()
                 reducer.synchronize(joined=True)
-                reducer.used_scale = 0.0
                 self._check_drift()
                 if reducer.outcome.sparse:
                     unplanned_exchanges.sparse_sums(reducer, self._params, {}, average=False)

@@ -187,7 +187,9 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """Make a new exchange of gradients, which replaces a previous one; collective."""
         named = named_params(self, self._wfbp_known, complete)
         wire, wires = wires_of(self._wfbp_choice, named, self._wfbp_known)
-        self._wfbp_options = replace(self._wfbp_options, wire=wire, wires=wires)
+        options = replace(self._wfbp_options, wire=wire, wires=wires)
+        fell_back = previous is not None and previous.reducer.fell_back
+        self._wfbp_options = options.in_16_bits() if fell_back else options
         runtime = self._wfbp_runtime
         if previous is not None and (previous.runtime is not runtime or previous.successor):
             previous = None  # it has let the parameters go

@@ -82,12 +82,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             the gradients). Sent as they are: tensors of one dimension, of less than 4 KiB per
             rank, of other types than float32, and those of ``nn.Embedding``; and everything within
             a host that has several ranks. A mapping has rules by patterns of names, the first that
-            matches counts: ``{"head.*": "bf16", "*": "int8"}``. ``"auto:int8"`` and ``"auto:bf16"``
-            try plans with exact and with smaller gradients, and keep what is fastest. By default
-            ``WFBP_COMPRESSION``, or ``"none"``.
-        compression_guard: every 64th step compares an average sent in 8 bits with an exact one, for
-            :meth:`report`. If five in a row have a cosine below 0.99, ``"warn"`` warns once, and
-            ``"fallback"`` has all ranks send 16 bits from there on. ``"off"`` compares nothing.
+            matches counts: ``{"head.*": "bf16", "*": "int8"}``. ``"int4"`` sends 4.5 bits per
+            element, after a Hadamard transform of 32 elements. ``"auto:int8"``, ``"auto:int4"`` and
+            ``"auto:bf16"`` try plans with exact and with smaller gradients, and keep what is
+            fastest. By default ``WFBP_COMPRESSION``, or ``"none"``.
+        compression_guard: every 64th step compares an average that was sent encoded with an exact
+            one, for :meth:`DistributedOptimizerBase.report`. If five in a row have a cosine below
+            0.99 (0.9 with ``"int4"``), ``"warn"`` warns once, and ``"fallback"`` has all ranks send
+            16 bits from there on. ``"off"`` compares nothing.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
         op: ``Average`` or ``Sum``. Sums need gradients that are cleared before each step: what is
             left of the step before is a sum already, and would be added up again.

@@ -21,4 +21,4 @@ def test_every_way_by_every_set_of_kernels(
     assert all(len(row["gb_per_s"]) == 5 for row in rows)
     assert all(speed > 0 for row in rows for speed in row["gb_per_s"].values())
     assert codec.main([]) == 0
-    assert "4 KiB, portable kernels" in capsys.readouterr().out
+    assert "int4, 4 KiB, portable kernels" in capsys.readouterr().out

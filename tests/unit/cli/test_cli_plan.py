@@ -66,7 +66,9 @@ def test_compression_shortens_messages_and_costs_processor_time(tmp_path: Path) 
     assert slow["bf16"] == pytest.approx(slow["none"] / 2)
     assert 0.25 < slow["int8"] / slow["none"] < 0.35
     assert predicted("--compression", "int8", s_per_byte=0.0) > 0
-    assert_refused(wfbp("plan", RESNET, "--cost", "10gbe", "--compression", "int3"), "--compression")
+    assert_refused(
+        wfbp("plan", RESNET, "--cost", "10gbe", "--compression", "int3"), "--compression"
+    )
 
 
 def test_a_prediction_by_hand(tmp_path: Path) -> None:

@@ -38,6 +38,20 @@ def test_rows_are_all_workers_with_all_schedules(tmp_path: Path) -> None:
     assert f"at most {many:.2g} s with 64 workers" in shown
 
 
+def test_compression_of_tensors_that_are_large_enough_for_each_number_of_workers(
+    tmp_path: Path,
+) -> None:
+    cost = cost_file(tmp_path, all_reduce={"alpha_s": 0.0, "beta_s_per_byte": 1e-7})
+    words = ("simulate", RESNET, "--cost", cost, "--workers", "1,2,2048", "--schedule", "single")
+    exact, small = (
+        [row["exposed_s"] for row in answer(*words, "--compression", how)["results"]]
+        for how in ("none", "int8")
+    )
+    assert small[0] == exact[0] == pytest.approx(0.0)
+    assert small[1] < 0.5 * exact[1]
+    assert small[2] > 0.7 * exact[2], "few tensors have 8 MiB"
+
+
 def test_the_recommended_schedules_are_shown_in_80_columns(tmp_path: Path) -> None:
     """Also in a pipe; ``auto`` is the best one."""
     shown = wfbp("simulate", RESNET, "--cost", cost_file(tmp_path)).out

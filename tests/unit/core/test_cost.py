@@ -27,6 +27,14 @@ def test_piecewise_between_points(nbytes: float, seconds: float) -> None:
     assert CURVE(nbytes) == pytest.approx(seconds)
 
 
+def test_encoding_is_for_what_is_reduced() -> None:
+    costs = Costs(LinearCost(1.0, 0.5))
+    assert costs.encoded(0.0) == costs
+    encoded = costs.encoded(0.25)
+    seconds = [encoded.of(operation)(8) for operation in Operation]
+    assert seconds == [1.0 + 6.0, 0.5 + 2.0 + 1.0, 0.5 + 2.0]
+
+
 def test_piecewise_goes_on_with_the_slope_of_its_upper_half() -> None:
     assert CURVE(60) == pytest.approx(4.0 + 20 * (4.0 - 3.0) / (40 - 20))
     # The last two points alone would give a slope of 0: noise between close sizes.

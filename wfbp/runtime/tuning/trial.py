@@ -28,7 +28,7 @@ MARGIN = 0.015
 """A relative difference that does not matter."""
 _EARLY_ROUNDS = 3
 _KEPT = 2 / 3  # of the plans after an early round
-_PRECISEST = AUTO_WIRES["auto:int8"]
+_MOST_PRECISE_FIRST = AUTO_WIRES["auto:int4"]
 _LOST = 0.7  # the better of two plans is faster in at least this part of the rounds
 
 
@@ -40,7 +40,7 @@ class Trial:
         """The plans of the next round, in running order."""
         self.num_rounds = 0
         self._tried = plans
-        self._simplest = min(plans, key=_num_groups)
+        self._simplest = min(plans, key=_cost_of_choice)
         self._visit_steps = COLD_STEPS + num_steps
         self._steps_left = max_steps
         self._logs: dict[str, list[float]] = {plan.digest: [] for plan in plans}
@@ -69,7 +69,10 @@ class Trial:
             kept = order[:num_kept] + [p for p in order[num_kept:] if p is self._simplest]
         else:
             kept = [plan for plan in order if not self._loses(plan, order[0])]
-        kept = kept[: max(self._steps_left // self._visit_steps, 0)]
+        num_left = max(self._steps_left // self._visit_steps, 0)
+        if self._simplest in kept[num_left:]:  # it stays to the end
+            kept[max(num_left - 1, 0) :] = [self._simplest]
+        kept = kept[:num_left]
         if len(kept) < 2:
             return self._winner(order)
         self.plans = [plan for plan in reversed(self.plans) if plan in kept]
@@ -80,7 +83,7 @@ class Trial:
         if self._simplest in order and not self._loses(self._simplest, best):
             return self._simplest
         near = [plan for plan in order if median(self._slower(plan, best)) <= MARGIN]
-        return min(near, key=lambda plan: (_PRECISEST.index(plan.wire), _num_groups(plan)))
+        return min(near, key=_cost_of_choice)
 
     def _loses(self, plan: Plan, best: Plan) -> bool:
         slower = self._slower(plan, best)
@@ -106,6 +109,6 @@ class Trial:
         return sorted(self.plans, key=lambda plan: level[plan.digest])
 
 
-def _num_groups(plan: Plan) -> int:
-    """The number of groups, both halves of decoupled ones."""
-    return len(plan.groups)
+def _cost_of_choice(plan: Plan) -> tuple[int, int]:
+    """Of plans of equal speed: lost bits count first, then groups (both halves if decoupled)."""
+    return _MOST_PRECISE_FIRST.index(plan.wire), len(plan.groups)

@@ -15,7 +15,7 @@ from itertools import chain
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
-from wfbp.comm.cost_probe import codec_s_per_byte
+from wfbp.comm.cost_probe import codec_s
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.fit import fit_kappa
@@ -53,7 +53,8 @@ _WINDOW_STEPS = 20
 _DRIFT_WINDOWS = 5
 """If this many windows in a row differ from the first one, it is a drift."""
 _OF_EACH_WIRE = 3
-"""If a trial has to choose how gradients are sent, so many plans of each are tried, and the simplest."""
+"""If a trial has to choose how gradients are sent, so many plans of each are tried, and the
+simplest."""
 _MAX_TRIAL_FACTOR = 30
 """A trial takes at most ``trial_steps`` times this many steps."""
 
@@ -173,11 +174,11 @@ class Tuner:
         if not self.round_due:
             return {"wants_round": self.wants_round}
         if self.profiling:
-            _, encoded_bytes = self._sent_bytes(self._options.choices[-1])
-            return {
-                "profile": asdict(Profile.of(self.visit.steps)),
-                "codec_s_per_byte": codec_s_per_byte(encoded_bytes),
-            }
+            encoding_s = {}
+            for wire in self._options.choices:
+                _, encoded = self._sent_bytes(wire)
+                encoding_s[wire] = sum(codec_s(codec, size) for codec, size in encoded.items())
+            return {"profile": asdict(Profile.of(self.visit.steps)), "encoding_s": encoding_s}
         return {"times_s": self._times_s, "computed_s": self._computed_s}
 
     def decide(
@@ -229,16 +230,15 @@ class Tuner:
         )
         self.message_costs = costs = measure()
         packing_s = max(p.packing_s for p in profiles)
-        codec_s = max(m["codec_s_per_byte"] for m in messages)
         self.trace = trace
         if self._kappa is not None:  # the network may be another one than that of the trial
             kappa = max(self._kappa, costs.kappa) if self.doubts_costs else self._kappa
             costs = replace(costs, kappa=kappa)
         for wire in self._options.choices:
-            sent_bytes, encoded_bytes = self._sent_bytes(wire)
-            sent = costs.compressed(sent_bytes / nbytes or 1.0)
+            sent = costs.compressed(self._sent_bytes(wire)[0] / nbytes or 1.0)
             sent = sent.map(lambda curve: curve.packed(packing_s / nbytes))
-            self._costs[wire] = sent.encoded(codec_s * encoded_bytes / nbytes)
+            encoding_s = max(m["encoding_s"][wire] for m in messages)
+            self._costs[wire] = sent.encoded(encoding_s / nbytes)
         self._run_round(share(self._first_round))
 
     def _first_round(self) -> Json:
@@ -252,8 +252,15 @@ class Tuner:
                 each = auto_candidates(trace, costs, threshold_bytes, self._decouples, most)
             else:
                 each = fixed_candidates(schedule, trace, costs, threshold_bytes)
+                if len(self._costs) > 1:
+                    each.sort(key=lambda plan: iteration_s(plan, trace, self._costs[wire]))
+                    each = each[:_OF_EACH_WIRE]
             plans += [replace(plan, wire=wire) for plan in each]
-        if schedule == AUTO and self._incumbent and set(self._incumbent.tensors) == set(trace.specs):
+        if (
+            schedule == AUTO
+            and self._incumbent
+            and set(self._incumbent.tensors) == set(trace.specs)
+        ):
             plans = distinct([reordered(self._incumbent, trace), *plans])
         if len(plans) > 1:
             max_steps = _MAX_TRIAL_FACTOR * self._config.trial_steps
@@ -350,7 +357,7 @@ class Tuner:
         """Bytes of all gradients as they are reduced."""
         return self._sent_bytes(self.plan.wire)[0]
 
-    def _sent_bytes(self, wire: str) -> tuple[int, int]:
+    def _sent_bytes(self, wire: str) -> tuple[int, dict[str, int]]:
         return self._options.sent_bytes(self.plan.tensors, self._num_ranks, wire)
 
     @property

@@ -1,4 +1,4 @@
-"""Usage: mpirun -n N python codecs.py OUT HOSTS
+"""Usage: mpirun -n N python codecs.py OUT HOSTS CODEC
 
 Trains with encoded gradients under every schedule, and reduces given gradients as the reference
 does; writes digests, and what differs.
@@ -33,7 +33,12 @@ from wfbp.core.planners import ALL_REDUCE_SCHEDULES
 from wfbp.runtime import compression_guard
 
 CONFIG = replace(
-    read_environment()[0], warmup_steps=1, profile_steps=1, trial_steps=2, probe_budget_s=0.05
+    read_environment()[0],
+    warmup_steps=1,
+    profile_steps=1,
+    trial_steps=2,
+    probe_budget_s=0.05,
+    replan_threshold=0.0,
 )
 STEPS = 14
 SHAPES = ((160, 129), (70, 300), (1, 5), (41,), (9000,), (3, 50, 64))
@@ -52,7 +57,9 @@ def momentum(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
-def trained(schedule: str, rank: int, make: Callable[..., torch.optim.Optimizer]) -> str:
+def trained(
+    schedule: str, rank: int, make: Callable[..., torch.optim.Optimizer], codec: str
+) -> str:
     """One layer is not used in every step, nor on every rank; gradients are clipped."""
     torch.manual_seed(0)
     first, last = nn.Linear(90, 200), nn.Linear(200, 7)
@@ -61,7 +68,7 @@ def trained(schedule: str, rank: int, make: Callable[..., torch.optim.Optimizer]
         make(list(model.parameters())),
         model.named_parameters(),
         schedule=schedule,
-        compression="int8",
+        compression=codec,
     )
     data = torch.Generator().manual_seed(rank)
     for step in range(STEPS):
@@ -85,14 +92,14 @@ def given(rank: int, step: int, shape: tuple[int, ...]) -> np.ndarray:
     return values
 
 
-def compared(schedule: str, rank: int, hosts: list[list[int]]) -> list[str]:
+def compared(schedule: str, rank: int, hosts: list[list[int]], codec: str) -> list[str]:
     """The shapes whose values after some steps differ from those that the reference calculates."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(params, lr=1.0), schedule=schedule, compression="int8"
+        torch.optim.SGD(params, lr=1.0), schedule=schedule, compression=codec
     )
     size = hvd.size()
-    sent = [Reduction(int(np.prod(s)), hosts, len(s) > 1 and s[0] > 1) for s in SHAPES]
+    sent = [Reduction(int(np.prod(s)), hosts, len(s) > 1 and s[0] > 1, codec) for s in SHAPES]
     expected = [np.zeros(shape, np.float32) for shape in SHAPES]
     for step in range(20):
         optimizer.zero_grad()
@@ -117,11 +124,14 @@ def after_a_spike(schedule: str, what: str, rank: int) -> float:
     state = copy.deepcopy(optimizer.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
-    def backward(step: int, scale: float) -> None:
+    def backward(step: int, scale: float, spoilt: bool = False) -> None:
         values = torch.from_numpy(given(rank, step, SHAPES[0])) * scale
+        if spoilt:
+            values[5, 6] = math.inf
         (param * values).sum().backward()
 
-    backward(0, 1e6)
+    scaler.scale(torch.ones(()))
+    backward(0, 1e6, spoilt=what == "skipped by a scaler")
     if what == "synchronized and cleared":
         optimizer.synchronize()
         optimizer.zero_grad()
@@ -145,22 +155,16 @@ def after_a_spike(schedule: str, what: str, rank: int) -> float:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
     elif what == "skipped by a scaler":
-        with torch.no_grad():
-            param.grad[3, 4] = math.inf  # type: ignore[index]
-        optimizer.zero_grad()
-        scaler.scale(torch.ones(()))
-        values = torch.from_numpy(given(rank, 0, SHAPES[0])) * 1e6
-        values[5, 6] = math.inf
-        (param * values).sum().backward()
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() < 4.0
         param.grad = None
     elif what == "unscaled, then clipped":
-        scaler.scale(torch.ones(()))
+        optimizer.synchronize()
         scaler.unscale_(optimizer)
         optimizer.clip_grad_norm_(1.0)
-        scaler.step(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
     elif what == "rolled back":
         optimizer.step()
         optimizer.load_state_dict(state)
@@ -179,19 +183,37 @@ def makes_up(schedule: str, rank: int, what: str) -> float:
         torch.optim.SGD([param], lr=1.0), schedule=schedule, compression="int8"
     )
     exact = torch.stack([torch.from_numpy(given(r, 0, SHAPES[0])) for r in range(hvd.size())])
-    errors = []
+    errors, part = [], {"clipped": 0.1, "divided": 1 / 16}.get(what, 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(1, 31):
         optimizer.zero_grad()
-        (param * exact[rank]).sum().backward()
-        if what == "synchronized":
+        loss = (param * exact[rank]).sum()
+        (scaler.scale(loss) if what == "scaled" else loss).backward()
+        if what == "scaled":
             optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm_(1e6)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        elif what == "synchronized":
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        elif what == "clipped":
+            optimizer.clip_grad_norm_(0.1 * float(exact.mean(0).norm()))
+            optimizer.step()
+        elif what == "divided":
+            optimizer.synchronize()
+            assert param.grad is not None
+            param.grad.div_(16.0)
             with optimizer.skip_synchronize():
                 optimizer.step()
         elif what == "closure":
             optimizer.step(lambda: param.sum().detach() * 0)
         else:
             optimizer.step()
-        errors.append(float((param.detach() + step * exact.mean(0)).abs().max()))
+        errors.append(float((param.detach() + step * part * exact.mean(0)).abs().max()))
     return errors[-1] / errors[0]
 
 
@@ -207,25 +229,29 @@ def trained_on(rank: int, steps: int, **options: Any) -> tuple[str, dict[str, An
         optimizer.zero_grad()
         model(torch.randn(3, 90, generator=data)).square().mean().backward()
         optimizer.step()
-    return digest(model.parameters()), optimizer.report()
+    report = optimizer.report()
+    if options.get("compression_guard") == "fallback":
+        optimizer.set_backward_passes_per_step(1)  # which makes the exchange anew
+        report["sent_as"] |= optimizer.report()["sent_as"]
+    return digest(model.parameters()), report
 
 
 def chosen(rank: int, schedule: str) -> list[Any]:
     """The plan decides how gradients are sent; which way it takes depends on measured times."""
-    parameters, report = trained_on(rank, 300, compression="auto:int8", schedule=schedule)
+    parameters, report = trained_on(rank, 150, compression="auto:int8", schedule=schedule)
     known = {"float32", "bfloat16", "int8"}
     return [parameters, report["phase"], set(report["sent_as"]) <= known, report["plan_digest"]]
 
 
 def guarded(rank: int, guard: str) -> list[Any]:
     """Every second step is compared, and no sample is good enough."""
-    every, cosine = compression_guard.EVERY_STEPS, compression_guard._LEAST_COSINE
-    compression_guard.EVERY_STEPS, compression_guard._LEAST_COSINE = 2, 2.0
+    every, least = compression_guard.EVERY_STEPS, compression_guard._LEAST_COSINES
+    compression_guard.EVERY_STEPS, compression_guard._LEAST_COSINES = 2, {"int8": 2.0}
     try:
         how: dict[str, Any] = {"compression": "int8", "compression_guard": guard}
         parameters, report = trained_on(rank, 60, schedule="hybrid", **how)
     finally:
-        compression_guard.EVERY_STEPS, compression_guard._LEAST_COSINE = every, cosine
+        compression_guard.EVERY_STEPS, compression_guard._LEAST_COSINES = every, least
     sample = report["compression_sample"] or {"cosine": None}
     return [parameters, sorted(report["sent_as"]), sample["cosine"]]
 
@@ -243,7 +269,7 @@ SPIKES = (
 )
 
 
-def reduced(schedule: str, rank: int, compression: str = "int8") -> str:
+def reduced(schedule: str, rank: int, compression: str) -> str:
     """Averages of arrays."""
     arrays = [(str(shape), given(rank, 0, shape)) for shape in SHAPES]
     reducer = GradientReducer(arrays, schedule=schedule, compression=compression)
@@ -254,7 +280,7 @@ def reduced(schedule: str, rank: int, compression: str = "int8") -> str:
     return digest(map(torch.from_numpy, averages))
 
 
-def differentiated(schedule: str, rank: int, compression: str = "int8") -> str:
+def differentiated(schedule: str, rank: int, compression: str) -> str:
     """The same, as gradients of each array's product with ones."""
 
     def loss(params: Any, arrays: Any) -> jax.Array:
@@ -268,7 +294,7 @@ def differentiated(schedule: str, rank: int, compression: str = "int8") -> str:
     return digest(torch.from_numpy(np.array(a)) for a in averages)
 
 
-def main(out: str, layout: str) -> None:
+def main(out: str, layout: str, codec: str) -> None:
     leave_cores()
     sizes = json.loads(layout)
     with as_on_hosts(lambda size: in_rows(sizes or [1] * size)):
@@ -276,16 +302,26 @@ def main(out: str, layout: str) -> None:
     rank, size = hvd.rank(), hvd.size()
     hosts = in_rows(sizes or [1] * size)
     results = {
-        "adam": {name: trained(name, rank, adam) for name in SCHEDULES},
-        "momentum": {name: trained(name, rank, momentum) for name in SCHEDULES},
+        "adam": {name: trained(name, rank, adam, codec) for name in SCHEDULES},
+        "momentum": {name: trained(name, rank, momentum, codec) for name in SCHEDULES},
         "averages": {
-            **{f"reducer, {name}": reduced(name, rank) for name in ALL_REDUCE_SCHEDULES},
-            "jax": differentiated("layerwise", rank),
+            **{f"reducer, {name}": reduced(name, rank, codec) for name in ALL_REDUCE_SCHEDULES},
+            "jax": differentiated("layerwise", rank, codec),
         },
         "exact averages": {
             "reducer": reduced("layerwise", rank, "none"),
             "jax": differentiated("layerwise", rank, "none"),
         },
+        "differ": {name: compared(name, rank, hosts, codec) for name in ("oasr", "independent")},
+    }
+    if codec == "int8":
+        results |= applied(rank)
+    Path(out, f"rank{rank}.json").write_text(json.dumps(results))
+
+
+def applied(rank: int) -> dict[str, Any]:
+    """Errors of unused averages, choices and samples, which are the same for all codecs."""
+    return {
         "after a spike": {
             f"{what}, {name}": after_a_spike(name, what, rank)
             for what in SPIKES
@@ -293,15 +329,13 @@ def main(out: str, layout: str) -> None:
         },
         "made up": {
             f"{what}, {name}": makes_up(name, rank, what)
-            for what in ("", "synchronized", "closure")
+            for what in ("", "synchronized", "clipped", "divided", "closure", "scaled")
             for name in ("oasr", "hybrid")
         },
         "chosen": {name: chosen(rank, name) for name in ("auto", "oasr")},
         "guarded": {how: guarded(rank, how) for how in ("warn", "fallback", "off")},
-        "differ": {name: compared(name, rank, hosts) for name in ("oasr", "independent")},
     }
-    Path(out, f"rank{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:4])
