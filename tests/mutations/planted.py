@@ -174,8 +174,8 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/tuning/tuner.py",
-        'self.trace = trace.slower(answer["slowdown"])',
-        "self.trace = trace",
+        'self.trace = self._measured.slower(answer["slowdown"])',
+        "self.trace = self._measured",
         unit("runtime/test_tuner"),
     ),
     Mutation(
