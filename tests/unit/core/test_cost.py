@@ -64,21 +64,6 @@ def test_many_equals_one_by_one_and_never_falls() -> None:
     assert cost.many(sizes.reshape(3, 17)).shape == (3, 17)
 
 
-@pytest.mark.parametrize(
-    ("points", "message"),
-    [
-        (((1, 1.0),), "points: expected at least 2, found 1"),
-        (((4, 1.0), (4, 2.0)), r"points\[1\]: bytes must increase, found 4 after 4"),
-        (((4, 1.0), (8, 0.5)), r"points\[1\]: seconds must not fall, found 0.5 after 1"),
-        (((-4, 1.0), (8, 2.0)), r"points\[0\] bytes: expected a finite number of at least 0"),
-        (((4, 1.0), (8, float("nan"))), r"points\[1\] seconds: expected a finite number"),
-    ],
-)
-def test_bad_points(points: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PiecewiseCost(points)
-
-
 @pytest.mark.parametrize(("alpha", "beta"), [(-1.0, 0.0), (0.0, float("inf")), ("1", 0.0)])
 def test_bad_linear_cost(alpha: Any, beta: Any) -> None:
     with pytest.raises(ValueError, match=r"alpha_s|beta_s_per_byte"):
@@ -154,28 +139,18 @@ LINEAR = {"alpha_s": 1.0, "beta_s_per_byte": 0.0}
     ("document", "message"),
     [
         ([], "not a cost file: expected format 'wfbp-cost/1', found 'list'"),
-        ({"format": "x"}, "not a cost file: expected format 'wfbp-cost/1', found 'x'"),
         ({}, "all_reduce: missing"),
         ({"all_reduce": 3}, "all_reduce: expected an object, found int"),
         ({"all_reduce": {}}, "all_reduce: missing alpha_s, beta_s_per_byte"),
-        ({"all_reduce": {"alpha_s": 1}}, "all_reduce: missing beta_s_per_byte"),
         (
             {"all_reduce": {**LINEAR, "alpha_s": -1}},
             "all_reduce.alpha_s: expected a finite number of at least 0, found -1",
-        ),
-        (
-            {"all_reduce": {**LINEAR, "alpha_s": "1"}},
-            "all_reduce.alpha_s: expected a number, found '1'",
         ),
         (
             {"all_reduce": {**LINEAR, "alpha_s": True}},
             "all_reduce.alpha_s: expected a number, found True",
         ),
         ({"all_reduce": {**LINEAR, "alpha_s": 10**400}}, "all_reduce.alpha_s: too large"),
-        (
-            {"all_reduce": {**LINEAR, "gamma": 1}},
-            "all_reduce: unknown key 'gamma'; known are alpha_s, beta_s_per_byte",
-        ),
         (
             {"all_reduce": {**LINEAR, "points": []}},
             "all_reduce: unknown key 'alpha_s', 'beta_s_per_byte'; known are points",
@@ -192,6 +167,10 @@ LINEAR = {"alpha_s": 1.0, "beta_s_per_byte": 0.0}
         (
             {"all_reduce": {"points": [[8, 1], [4, 2]]}},
             "all_reduce.points[1]: bytes must increase, found 4 after 8",
+        ),
+        (
+            {"all_reduce": {"points": [[4, 1], [8, 0.5]]}},
+            "all_reduce.points[1]: seconds must not fall, found 0.5 after 1",
         ),
         (
             {"all_reduce": LINEAR, "all_gather": {"points": [[8, 1]]}},
@@ -218,7 +197,7 @@ def test_bad_documents_are_named_in_one_line(document: Any, message: str, tmp_pa
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe\xff", b'{"format": }'])
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\xff"])
 def test_not_json(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     path.write_bytes(content)

@@ -44,7 +44,6 @@ def test_offsets_sizes_and_element_types_of_groups() -> None:
         ((A, B), (Group((0,)),), "do not cover exactly the tensors"),
         ((A, B), (Group((0, 1, 2)),), "a group of the backward phase names an unknown tensor"),
         ((A, B), (Group((0, 1)), Group((1,))), "in two groups of the backward phase"),
-        ((A, B), (Group((0, 0, 1)),), "in two groups of the backward phase"),
         ((A, H), (Group((1, 0)),), r"group 0 mixes element types \['float16', 'float32'\]"),
         (
             (A, B),
@@ -62,7 +61,6 @@ def test_offsets_sizes_and_element_types_of_groups() -> None:
             (Group((1,), SCATTER), Group((1,), GATHER), Group((0,))),
             "group 2 of backward stands behind one of forward",
         ),
-        ((A,), (Group((0,), GATHER),), "do not cover exactly the tensors"),
     ],
 )
 def test_bad_plans(

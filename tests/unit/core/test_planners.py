@@ -160,10 +160,9 @@ def test_mgwfbp_equals_the_published_rule() -> None:
         assert reference.ends_of(made) == expected
 
 
-@pytest.mark.parametrize("name", ["10GbE-16", "10GbE-64", "IB-64"])
 @pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
-def test_mgwfbp_equals_the_published_rule_on_real_models(path: Path, name: str) -> None:
-    trace, costs = Trace.load(path), cluster(name)
+def test_mgwfbp_equals_the_published_rule_on_real_models(path: Path) -> None:
+    trace, costs = Trace.load(path), cluster("10GbE-64")
     expected = merged_by_the_published_rule(
         trace.backward_bytes, trace.ready_times_s, costs.all_reduce
     )
@@ -185,38 +184,6 @@ def test_mgwfbp_collapses_equal_tensors_into_one_message() -> None:
     assert len(merged.groups) == 1
     exact = timeline(plan("oasr", trace, costs), trace, costs).iteration_s
     assert 1.5 < timeline(merged, trace, costs).iteration_s / exact < 1.8
-
-
-def ratios(name: str, schedule: str) -> list[float]:
-    """Iteration time over the exact optimum, for each model at hand."""
-    costs = cluster(name)
-    found = []
-    for path in TRACES:
-        trace = Trace.load(path)
-        exact = timeline(plan("oasr", trace, costs, tolerance=0), trace, costs).iteration_s
-        found.append(timeline(plan(schedule, trace, costs), trace, costs).iteration_s / exact)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule", "low", "high"),
-    [
-        # Largest ratio expected over these models; planning.md has the whole table.
-        ("10GbE-16", "layerwise", 3.0, 3.2),
-        ("10GbE-16", "single", 1.5, 1.7),
-        ("10GbE-16", "mgwfbp", 1.02, 1.06),
-        ("10GbE-64", "layerwise", 19.0, 20.0),
-        ("10GbE-64", "single", 1.4, 1.5),
-        ("10GbE-64", "mgwfbp", 1.4, 1.5),
-        ("IB-64", "layerwise", 2.7, 2.8),
-        ("IB-64", "single", 1.45, 1.6),
-        ("IB-64", "mgwfbp", 1.0, 1.002),
-    ],
-)
-def test_shape_of_the_table_of_ratios(name: str, schedule: str, low: float, high: float) -> None:
-    found = ratios(name, schedule)
-    assert min(found) >= 1 - 1e-12
-    assert low <= max(found) <= high
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)

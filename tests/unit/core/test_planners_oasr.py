@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support import reference
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
-from wfbp.core.planners import PLANNERS, plan
+from wfbp.core.planners import PLANNERS
 from wfbp.core.planners.curve_solver import CurveSolver
 from wfbp.core.planners.linear_solver import LinearSolver
 from wfbp.core.planners.partition import Row
@@ -71,26 +67,6 @@ def test_equals_brute_force_under_interference_for_curves(num_tensors: int) -> N
         found, needed = check_against_all_partitions(trace, costs, fewest_is_exact=False)
         more += found > needed
     assert more == 0  # oasr's docstring does not promise it; planning.md tells of it
-
-
-@settings(max_examples=100)
-@given(
-    rows=st.lists(
-        st.tuples(st.integers(0, 5000), st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=8
-    ),
-    alpha=st.floats(0, 3),
-    beta=st.floats(0, 1e-2),
-    kappa=st.sampled_from([0.0, 0.3, 1.5]),
-)
-def test_equals_brute_force_hypothesis(
-    rows: list[tuple[int, float, float]], alpha: float, beta: float, kappa: float
-) -> None:
-    tensors = (
-        TraceTensor(TensorSpec(str(k), (n,), "uint8"), f, b) for k, (n, f, b) in enumerate(rows)
-    )
-    check_against_all_partitions(
-        Trace("h", tuple(tensors)), Costs(LinearCost(alpha, beta), kappa=kappa)
-    )
 
 
 @pytest.mark.parametrize("kappa", [0.0, 0.7])
@@ -169,27 +145,3 @@ def test_tolerance_must_be_a_finite_number(tolerance: float) -> None:
     trace = reference.random_trace(random.Random(0), 3)
     with pytest.raises(ValueError, match=r"tolerance: (expected|too large)"):
         oasr(trace, Costs(LinearCost(1.0, 0.0)), tolerance=tolerance)
-
-
-def test_same_input_same_plan() -> None:
-    rng = random.Random(12)
-    trace = reference.random_trace(rng, 200)
-    costs = Costs(LinearCost(0.05, 1e-4), kappa=0.5)
-    assert plan("oasr", trace, costs).digest == plan("oasr", trace, replace(costs)).digest
-
-
-def test_brute_force_agrees_with_itself() -> None:
-    """Two independent references: all partitions at once, and one at a time on the wall clock."""
-    rng = random.Random(77)
-    for _ in range(60):
-        trace = reference.random_trace(rng, 6)
-        cost = reference.random_cost(rng, rng.random() < 0.5)
-        kappa = reference.random_kappa(rng)
-        ready, sizes = trace.ready_times_s, trace.backward_bytes
-        finish, runs = reference.finishes(ready, sizes, cost, kappa)
-        slow = [
-            (reference.wall_clock_finish(ends, ready, sizes, cost, kappa), len(ends))
-            for ends in reference.all_partitions(6)
-        ]
-        np.testing.assert_allclose(sorted(finish), sorted(f for f, _ in slow), rtol=1e-12)
-        assert sorted(runs) == sorted(n for _, n in slow)

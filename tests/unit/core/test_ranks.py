@@ -13,7 +13,7 @@ from wfbp.core.ranks import differences
 A, B = {"a": "float32(3,)"}, {"b": "float64()"}
 
 
-@given(st.dictionaries(st.text(max_size=3), st.floats(allow_nan=True)), st.integers(1, 5))
+@given(st.dictionaries(st.text("abc", max_size=3), st.floats(allow_nan=True)), st.integers(1, 5))
 def test_equal_ranks_agree(section: dict[str, float], size: int) -> None:
     assert differences({rank: [{}, section] for rank in range(size)}) == ""
 

@@ -103,17 +103,6 @@ def test_a_step_is_not_reduced_while_older_gathers_are_under_way() -> None:
     assert sequencer.reduced
 
 
-def test_the_last_group_of_backward_waits_for_the_close() -> None:
-    sequencer = Sequencer(PLAN)
-    for group in (0, 1):
-        sequencer.ready(group)
-    assert sequencer.start_next() == 0
-    sequencer.completed(0)
-    assert sequencer.start_next() is None
-    sequencer.close()
-    assert sequencer.start_next() == 1
-
-
 def test_next_step_is_refused_before_all_is_reduced() -> None:
     sequencer = Sequencer(PLAN)
     with pytest.raises(ValueError, match="before all groups of backward completed"):
