@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from tests.benchmarks.scaling import WORKERS
 from tests.benchmarks.validation.measured import CLUSTERS, fit
@@ -89,6 +90,7 @@ def seventy_two_nodes(cluster: str, measured_on: int) -> Costs:
     return scale(clusters()[cluster], 72, "halving_doubling", measured_on=measured_on)
 
 
+@cache
 def scaling(algorithm: str) -> list[SweepRow]:
     """ResNet-50 and DenseNet-201 from 4 to 2048 workers over the links of 10GbE-16."""
     traces = [t for t in models() if t.model in ("ResNet-50", "DenseNet-201")]

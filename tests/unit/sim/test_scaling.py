@@ -41,20 +41,6 @@ def test_formulas(algorithm: str, workers: int, hops: int, volume: float) -> Non
     assert line(scale(LINK, workers, algorithm)) == pytest.approx((hops * 1e-5, volume * 1e-9))
 
 
-def run_ring(sizes: list[int], link: Link) -> float:
-    """Step by step: every worker passes a chunk on, all at once; twice round less two steps."""
-    workers = len(sizes)
-    chunk = max(sizes)
-    return sum(link.alpha_s + link.beta_s_per_byte * chunk for _ in range(2 * (workers - 1)))
-
-
-@pytest.mark.parametrize("workers", [2, 3, 8, 100])
-def test_ring_equals_stepping_round_it(workers: int) -> None:
-    nbytes = 1000 * workers
-    costs = scale(LINK, workers)
-    assert costs.all_reduce(nbytes) == pytest.approx(run_ring([1000] * workers, LINK))
-
-
 def test_hierarchical_is_rings_within_and_between_hosts() -> None:
     within = line(scale(NODE.source, 8))
     between = line(scale(LINK, 16))
