@@ -18,13 +18,6 @@ def test_help_names_every_command() -> None:
     assert all(name in out for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name: str) -> None:
-    code, out, _ = wfbp(name, "--help")
-    assert code == 0
-    assert out.startswith(f"Usage: wfbp {name}")
-
-
 def test_no_command_shows_the_help() -> None:
     code, out, err = wfbp()
     assert (code, out) == (2, "")
@@ -37,16 +30,11 @@ def test_no_command_shows_the_help() -> None:
         (("pla",), "wfbp: error: No such command 'pla'."),
         (("--nothing",), "wfbp: error: No such option '--nothing'."),
         (("plan",), "wfbp plan: error: Missing argument 'TRACE'."),
-        (("plan", "resnet-50"), "wfbp plan: error: Missing option '--cost'."),
         (("plan", "t.json", "--cost"), "wfbp plan: error: Option '--cost' requires an argument."),
-        (("plan", "resnet"), "wfbp plan: error: resnet: no such file, and no example (did you"),
         (("simulate", "no", "--cost", "no"), "wfbp simulate: error: no: no such file"),
         (("report", "no"), "wfbp report: error: no: no such directory"),
         (("timeline", "no"), "wfbp timeline: error: Invalid value"),
         (("doctor", "-H", "a:b"), "wfbp doctor: error: 'a:b' in 'a:b' is not HOST or HOST:SLOTS"),
-        (("run", "-n", "2", "no.py"), "wfbp run: error: no.py: no such file in"),
-        (("run", "--hostfile", "no", "true"), "wfbp run: error: no: No such file"),
-        (("probe", "--seconds"), "wfbp probe: error: Option '--seconds' requires an argument."),
         (
             ("bench", "training", "--rounds"),
             "wfbp bench: error: Option '--rounds' requires an",
@@ -64,6 +52,7 @@ def test_help_fits_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = wfbp(*name.split(), "--help")
     assert code == 0
+    assert out.startswith(f"Usage: wfbp {name}")
     assert max(map(len, out.splitlines())) <= 80
     assert "..." not in out.partition("Commands:")[2]  # each is told in a whole sentence
 

@@ -163,17 +163,6 @@ def test_any_timeline(spoiled: bytes, tmp_path: Path) -> None:
     assert told.code == 0
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("name", None), ("name", []), ("shape", [2.5]), ("shape", "12"), ("dtype", 3)],
-)
-def test_a_recorded_plan_of_wrong_types(key: str, value: object, tmp_path: Path) -> None:
-    recorded = copy.deepcopy(RECORDED)
-    recorded["plan"]["tensors"][1][key] = value
-    (tmp_path / "a.json").write_text(json.dumps(recorded))
-    assert_refused(wfbp("report", tmp_path), "a.json: plan: not a valid wfbp-plan/1 document")
-
-
 @FUZZ
 @given(content=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_any_bytes(content: bytes, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -25,32 +24,39 @@ def small_trace(**changes: Any) -> dict[str, Any]:
     return {"format": "wfbp-trace/1", "model": "small", "tensors": rows} | changes
 
 
-@pytest.mark.parametrize("schedule", PLANNERS)
-def test_json_is_the_plan_and_its_prediction(schedule: str, tmp_path: Path) -> None:
+def test_json_is_the_plan_and_its_prediction(tmp_path: Path) -> None:
+    """Of each schedule; and the best one is named."""
     cost = cost_file(tmp_path)
-    data = answer("plan", RESNET, "--cost", cost, "--schedule", schedule)
-    assert set(data) == {"format", "schedule", "predicted", "groups"}
-    assert data["schedule"] == schedule
-    predicted = data["predicted"]
-    assert set(predicted) == {"iteration_s", "exposed_s", "lower_bound_s", "ratio_to_lower_bound"}
-    ratio = predicted["iteration_s"] / predicted["lower_bound_s"]
-    assert predicted["ratio_to_lower_bound"] == pytest.approx(ratio)
+    answered = answer("plan", RESNET, "--cost", cost)
+    assert answered["format"] == "wfbp-forecasts/1"
+    assert [row["schedule"] for row in answered["schedules"]] == list(PLANNERS)
     trace = Trace.load(RESNET)
-    alone_s = trace.forward_s + trace.backward_s
-    assert predicted["exposed_s"] == pytest.approx(predicted["iteration_s"] - alone_s)
-
-    made = plan(schedule, trace, Costs.load(cost))
     names = [spec.name for spec in trace.specs]
     sizes = {spec.name: spec.nbytes for spec in trace.specs}
-    assert len(data["groups"]) == len(made.groups)
-    for told, group in zip(data["groups"], made.groups, strict=True):
-        keys = {"phase", "operation", "tensors", "nbytes", "start_s", "end_s"}
-        assert set(told) == keys
-        assert told["tensors"] == [names[k] for k in group.tensors]
-        assert told["nbytes"] == sum(sizes[name] for name in told["tensors"])
-        assert told["phase"] == group.phase.value
-        assert told["operation"] == group.operation.value
-        assert told["end_s"] >= told["start_s"] >= 0
+    alone_s = trace.forward_s + trace.backward_s
+    times = {}
+    for data in answered["schedules"]:
+        assert set(data) == {"format", "schedule", "predicted", "groups"}
+        assert data["format"] == "wfbp-forecast/1"
+        predicted, schedule = data["predicted"], data["schedule"]
+        assert set(predicted) == {
+            "iteration_s", "exposed_s", "lower_bound_s", "ratio_to_lower_bound"
+        }  # fmt: skip
+        ratio = predicted["iteration_s"] / predicted["lower_bound_s"]
+        assert predicted["ratio_to_lower_bound"] == pytest.approx(ratio)
+        assert predicted["exposed_s"] == pytest.approx(predicted["iteration_s"] - alone_s)
+        times[schedule] = predicted["iteration_s"]
+        made = plan(schedule, trace, Costs.load(cost))
+        assert len(data["groups"]) == len(made.groups)
+        for told, group in zip(data["groups"], made.groups, strict=True):
+            assert set(told) == {"phase", "operation", "tensors", "nbytes", "start_s", "end_s"}
+            assert told["tensors"] == [names[k] for k in group.tensors]
+            assert told["nbytes"] == sum(sizes[name] for name in told["tensors"])
+            assert told["phase"] == group.phase.value
+            assert told["operation"] == group.operation.value
+            assert told["end_s"] >= told["start_s"] >= 0
+    assert times[answered["best"]] == pytest.approx(min(times.values()), rel=1e-12)
+    assert answer("plan", RESNET, "--cost", cost, "--schedule", "hybrid") in answered["schedules"]
 
 
 def test_compression_shortens_messages_and_costs_processor_time(tmp_path: Path) -> None:
@@ -82,21 +88,6 @@ def test_a_prediction_by_hand(tmp_path: Path) -> None:
     assert [g["end_s"] for g in data["groups"]] == pytest.approx([5e-3, 8e-3, 11e-3])
     assert data["predicted"]["iteration_s"] == pytest.approx(14e-3)
     assert data["predicted"]["exposed_s"] == pytest.approx(5e-3)
-
-
-def test_all_compares_and_names_the_best(tmp_path: Path) -> None:
-    cost = cost_file(tmp_path)
-    data = answer("plan", RESNET, "--cost", cost)
-    assert [row["schedule"] for row in data["schedules"]] == list(PLANNERS)
-    times = {r["schedule"]: r["predicted"]["iteration_s"] for r in data["schedules"]}
-    assert times[data["best"]] == pytest.approx(min(times.values()), rel=1e-12)
-    assert (data["format"], data["schedules"][0]["format"]) == (
-        "wfbp-forecasts/1",
-        "wfbp-forecast/1",
-    )
-    assert data["schedules"][0] == answer(
-        "plan", RESNET, "--cost", cost, "--schedule", data["schedules"][0]["schedule"]
-    )
 
 
 def test_the_table_gives_reasons(tmp_path: Path) -> None:
@@ -142,118 +133,18 @@ def test_markup_in_names_is_text(tmp_path: Path) -> None:
 
 # What is wrong, and where.
 
-HUGE = "1" + 400 * "0"
-BAD_TRACES = {
-    "empty file": (b"", "not JSON"),
-    "not text": (b"\xff\xfe\x00", "not JSON"),
-    "not JSON": ("{'format': 1}", "not JSON"),
-    "cut off": (json.dumps(small_trace())[:-20], "not JSON"),
-    "deep": ("[" * 100_000, "nested too deeply"),
-    "a list": ([1, 2], "expected format 'wfbp-trace/1', found 'list'"),
-    "null": (None, "found 'NoneType'"),
-    "no format": ({"tensors": []}, "found None"),
-    "a cost file": ({"format": "wfbp-cost/1"}, "found 'wfbp-cost/1'"),
-    "no tensors": (small_trace(tensors=[]), "no tensors"),
-    "tensors missing": ({"format": "wfbp-trace/1"}, "tensors: expected a list"),
-    "tensors a number": (small_trace(tensors=3), "tensors: expected a list"),
-    "row a number": (small_trace(tensors=[3]), "tensors[0]: expected an object"),
-    "other_s NaN": (json.dumps(small_trace(other_s=float("nan"))), "other_s"),
-}
-BAD_FIELDS = [
-    ("numel", -1, "tensors[1].numel"),
-    ("numel", 1.5, "tensors[1].numel"),
-    ("numel", True, "tensors[1].numel"),
-    ("numel", "12", "tensors[1].numel"),
-    ("numel", int(HUGE), "tensors[1].numel"),
-    ("forward_s", -1e-3, "tensors[1]: forward_s"),
-    ("forward_s", float("nan"), "tensors[1]: forward_s"),
-    ("forward_s", float("inf"), "tensors[1]: forward_s"),
-    ("backward_s", "soon", "tensors[1]: backward_s"),
-    ("backward_s", None, "tensors[1]: backward_s"),
-    ("backward_s", int(HUGE), "tensors[1]: backward_s"),
-    ("dtype", "float7", "tensors[1]: dtype 'float7'"),
-    ("dtype", ["float32"], "tensors[1]: dtype"),
-    ("name", "first", "found twice: first"),
-    ("name", "first\nline", None),
-]
 
-
-@pytest.mark.parametrize("case", BAD_TRACES)
-def test_bad_traces(case: str, tmp_path: Path) -> None:
-    content, word = BAD_TRACES[case]
-    path = write(tmp_path / "trace.json", content if content is not None else "null")
-    told = wfbp("plan", path, "--cost", cost_file(tmp_path), "--schedule", "oasr")
-    assert_refused(told, word)
-    if case != "deep":
-        assert_refused(told, str(path))
-
-
-@pytest.mark.parametrize(("key", "value", "word"), BAD_FIELDS)
-def test_bad_fields_of_a_trace(key: str, value: object, word: str | None, tmp_path: Path) -> None:
-    trace = small_trace()
-    trace["tensors"][1][key] = value
-    path = write(tmp_path / "trace.json", trace)
-    told = wfbp("plan", path, "--cost", cost_file(tmp_path), "--json")
-    if word is None:
-        assert told.code == 0
-    else:
-        assert_refused(told, str(path), word)
-
-
-@pytest.mark.parametrize("key", ["name", "numel", "forward_s", "backward_s"])
-def test_missing_fields_of_a_trace(key: str, tmp_path: Path) -> None:
-    trace = small_trace()
-    del trace["tensors"][2][key]
-    path = write(tmp_path / "trace.json", trace)
-    told = wfbp("plan", path, "--cost", cost_file(tmp_path))
-    assert_refused(told, f"{path}: tensors[2]: missing {key}")
-
-
-def points(*pairs: object) -> dict[str, object]:
-    return {"all_reduce": {"points": list(pairs)}}
-
-
-BAD_COSTS: dict[str, tuple[dict[str, object], str]] = {
-    "format": ({"format": "wfbp-trace/1"}, "expected format 'wfbp-cost/1'"),
-    "unknown key": ({"allreduce": {}}, "unknown key 'allreduce'"),
-    "a number": ({"all_reduce": 3}, "all_reduce: expected an object, found int"),
-    "null": ({"all_gather": None}, "all_gather: expected an object"),
-    "empty": ({"all_reduce": {}}, "all_reduce: missing alpha_s, beta_s_per_byte"),
-    "no beta": ({"all_reduce": {"alpha_s": 1}}, "all_reduce: missing beta_s_per_byte"),
-    "negative alpha": (
-        {"all_reduce": {"alpha_s": -1, "beta_s_per_byte": 0}},
-        "all_reduce.alpha_s: expected a finite number of at least 0, found -1",
-    ),
-    "NaN beta": (
-        {"reduce_scatter": {"alpha_s": 1, "beta_s_per_byte": float("nan")}},
-        "reduce_scatter.beta_s_per_byte",
-    ),
-    "text": ({"all_reduce": {"alpha_s": "1", "beta_s_per_byte": 0}}, "all_reduce.alpha_s"),
-    "both kinds": (
-        {"all_reduce": {"points": [[1, 1], [2, 2]], "alpha_s": 1}},
-        "all_reduce: unknown key 'alpha_s'",
-    ),
-    "kappa": ({"kappa": -0.1}, "kappa"),
-    "kappa NaN": ({"kappa": float("nan")}, "kappa"),
-    "kappa text": ({"kappa": "0"}, "kappa"),
-    "no points": (points(), "all_reduce.points"),
-    "one point": (points([1, 1]), "all_reduce.points"),
-    "points no list": ({"all_reduce": {"points": {}}}, "all_reduce.points: expected a list"),
-    "no pair": (points([1, 1], [2]), "all_reduce.points[1]"),
-    "unsorted": (points([1, 1], [4, 2], [3, 3]), "all_reduce.points[2]: bytes must increase"),
-    "twice": (points([1, 1], [1, 2]), "all_reduce.points[1]: bytes must increase"),
-    "falling": (points([1, 2], [2, 1]), "all_reduce.points[1]: seconds must not fall"),
-    "negative size": (points([-1, 1], [2, 2]), "all_reduce.points[0] bytes"),
-    "NaN seconds": (points([1, 1], [2, float("nan")]), "all_reduce.points[1] seconds"),
-    "infinite": (points([1, 1], [float("inf"), 2]), "all_reduce.points[1] bytes"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_COSTS)
-def test_bad_costs(case: str, tmp_path: Path) -> None:
-    changes, word = BAD_COSTS[case]
-    path = cost_file(tmp_path, **changes)
-    assert_refused(wfbp("plan", RESNET, "--cost", path), str(path), word)
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ("{'format': 1}", "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        (small_trace(tensors=[3]), "trace.json: tensors[0]: expected an object"),
+    ],
+)
+def test_bad_traces(content: object, word: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.json", content)
+    assert_refused(wfbp("plan", path, "--cost", cost_file(tmp_path)), word)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -273,11 +164,8 @@ def test_an_unknown_schedule_names_the_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("all_reduce", "kappa"),
     [
-        ({"alpha_s": 1.7e308, "beta_s_per_byte": 1.7e308}, 0),
         ({"alpha_s": 0, "beta_s_per_byte": 1e300}, 0),
-        ({"alpha_s": 1e289, "beta_s_per_byte": 0}, 0),
         ({"alpha_s": 1e200, "beta_s_per_byte": 0}, 1e100),
-        ({"points": [[1, 1e308], [2, 1e308]]}, 0),
         ({"points": [[1, 0], [2, 1e300]]}, 0),
     ],
 )
@@ -299,12 +187,11 @@ def test_times_whose_sum_is_beyond_all_numbers(tmp_path: Path) -> None:
     assert_refused(told, f"{path}: tensors[0]: backward_s: too large")
 
 
-@pytest.mark.parametrize("schedule", PLANNERS)
-def test_large_and_small_figures_are_planned_all_the_same(schedule: str, tmp_path: Path) -> None:
+def test_large_and_small_figures_are_planned_all_the_same(tmp_path: Path) -> None:
     for alpha_s, beta in ((1e90, 1e80), (0.0, 0.0), (1e-300, 5e-324)):
         cost = cost_file(tmp_path, all_reduce={"alpha_s": alpha_s, "beta_s_per_byte": beta})
-        data = answer("plan", RESNET, "--cost", cost, "--schedule", schedule)
-        assert data["predicted"]["ratio_to_lower_bound"] >= 1
+        for data in answer("plan", RESNET, "--cost", cost)["schedules"]:
+            assert data["predicted"]["ratio_to_lower_bound"] >= 1
 
 
 def test_the_bad_line_stays_one_line(tmp_path: Path) -> None:

@@ -81,12 +81,8 @@ def test_one_rank_is_too_few(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (("--max-bytes", "0"), ("--max-bytes", "'0'")),
-        (("--max-bytes", "-5"), ("--max-bytes", "'-5'")),
-        (("--max-bytes", "much"), ("--max-bytes", "'much'")),
         (("--max-bytes", "5T"), ("--max-bytes", "'5T'")),
-        (("--max-bytes", ""), ("--max-bytes",)),
         (("--seconds", "-1"), ("--seconds",)),
-        (("--seconds", "soon"), ("--seconds",)),
     ],
 )
 def test_bad_options(options: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -94,18 +90,28 @@ def test_bad_options(options: tuple[str, ...], words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize(("num_ranks", "mpi"), [(3, "mpich"), (2, "openmpi")])
+@pytest.mark.parametrize(
+    ("num_ranks", "mpi", "as_json"), [(3, "mpich", False), (2, "openmpi", True)]
+)
 def test_a_cost_file_from_real_ranks(
-    num_ranks: int, mpirun: Callable[..., Run], mpi: str, tmp_path: Path
+    num_ranks: int, mpirun: Callable[..., Run], mpi: str, as_json: bool, tmp_path: Path
 ) -> None:
     """The file is one that wfbp plan reads."""
     output, plot = tmp_path / "cost.json", tmp_path / "plot.html"
     options = ["--max-bytes", "256K", "--seconds", "0.3", "--output", output, "--plot", plot]
-    run = mpirun(num_ranks, "-m", "wfbp", "probe", *options, mpi=mpi)
+    run = mpirun(num_ranks, "-m", "wfbp", "probe", *options, *["--json"] * as_json, mpi=mpi)
     assert run.rc == 0, run.stderr
-    for name in ("all-reduce", "reduce-scatter", "all-gather", "R2", str(output)):
-        assert name in run.stdout
-    assert run.stdout.count("written:") == 1
+    if as_json:
+        told = json.loads(run.stdout)
+        assert told["ranks"] == num_ranks
+        assert set(told["fit"]) == {operation.value for operation in Operation}
+        for fitted in told["fit"].values():
+            assert fitted["alpha_s"] >= 0
+            assert fitted["r_squared"] <= 1
+    else:
+        for name in ("all-reduce", "reduce-scatter", "all-gather", "R2", str(output)):
+            assert name in run.stdout
+        assert run.stdout.count("written:") == 1
     assert json.loads(output.read_text())["num_ranks"] == num_ranks
     costs = Costs.load(output)
     for curve in (costs.all_reduce, costs.reduce_scatter, costs.all_gather):
@@ -115,20 +121,6 @@ def test_a_cost_file_from_real_ranks(
     assert plot.read_text().startswith("<!DOCTYPE html>")
     data = answer("plan", TRACES / "resnet-50.json", "--cost", output, "--schedule", "oasr")
     assert data["predicted"]["ratio_to_lower_bound"] >= 1
-
-
-@pytest.mark.parallel
-def test_json_from_real_ranks(mpirun: Callable[..., Run], tmp_path: Path) -> None:
-    output = tmp_path / "cost.json"
-    options = ["--max-bytes", "4K", "--seconds", "0.1", "--output", output, "--json"]
-    run = mpirun(2, "-m", "wfbp", "probe", *options)
-    assert run.rc == 0, run.stderr
-    data = json.loads(run.stdout)
-    assert data["ranks"] == 2
-    assert set(data["fit"]) == {operation.value for operation in Operation}
-    for fitted in data["fit"].values():
-        assert fitted["alpha_s"] >= 0
-        assert fitted["r_squared"] <= 1
 
 
 @pytest.mark.parallel

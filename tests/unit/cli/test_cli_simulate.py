@@ -146,20 +146,11 @@ def test_every_algorithm(algorithm: str, tmp_path: Path) -> None:
         assert cells[5:] == [f"{fastest['efficiency']:.1%}", f"{fastest['speedup']:,.1f}"]
 
 
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [
-        ("64,4", [4, 64]),
-        ("7", [7]),
-        ("2,2, 4", [2, 4]),
-    ],
-)
-def test_numbers_of_workers(text: str, counts: list[int], tmp_path: Path) -> None:
-    data = answer(
-        "simulate", TRACES / "vgg-16.json", "--cost", cost_file(tmp_path), "--workers", text,
-        "--schedule", "single",
-    )  # fmt: skip
-    assert [row["workers"] for row in data["results"]] == counts
+def test_numbers_of_workers(tmp_path: Path) -> None:
+    """In order, each once."""
+    arguments = ("simulate", TRACES / "vgg-16.json", "--cost", cost_file(tmp_path))
+    data = answer(*arguments, "--schedule", "single", "--workers", "4,2, 4")
+    assert [row["workers"] for row in data["results"]] == [2, 4]
 
 
 def test_by_default_from_4_to_2048(tmp_path: Path) -> None:
@@ -173,16 +164,10 @@ def test_by_default_from_4_to_2048(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (("--workers", "0"), ("--workers", "0 is not in the range")),
-        (("--workers", "-4"), ("--workers", "-4")),
         (("--workers", "4,,8"), ("--workers", "''")),
-        (("--workers", "four"), ("--workers", "'four'")),
-        (("--workers", "4.5"), ("--workers", "'4.5'")),
-        (("--workers", "1" + 30 * "0"), ("--workers",)),
         (("--algorithm", "star"), ("--algorithm", "star", *ALGORITHMS)),
         (("--schedule", "fast"), ("--schedule is 'fast'", "hybrid")),
-        (("--schedule", ""), ("--schedule",)),
         (("--measured-on", "1"), ("--measured-on",)),
-        (("--ranks-per-host", "0"), ("--ranks-per-host",)),
         (("--within", "10gbe-16"), ("--within needs --algorithm hierarchical",)),
         (("--algorithm", "hierarchical", "--within", "none"), ("none: no such file",)),
     ],
