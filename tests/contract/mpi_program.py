@@ -1,9 +1,8 @@
 """Run under mpirun: every check of the contract on this rank; failures go to one file per rank.
 
 The checks run as the backend is on one host, with up to three ranks; with more ranks than exchange
-small messages directly; and as if the ranks were on two hosts. With three ranks they run once more,
-as on three hosts: one rank moves messages by the extension and two in Python, and ranks sleep
-between tests. The largest messages travel on one host only.
+small messages directly; and as if the ranks were on two hosts. The largest messages travel on one
+host only.
 
 Usage: mpirun -n N python tests/contract/mpi_program.py FOLDER
 """
@@ -19,29 +18,21 @@ from mpi4py import MPI
 from tests.contract.checks import CHECKS, LARGEST
 from tests.support.cores import leave_cores
 from tests.support.hosts import as_on_hosts, in_turn
-from tests.support.python_transfers import PythonTransfers
 from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.comm.mpi.transfers import Chunking
 
-WAYS = ("one host", "many ranks", "hosts", "mixed")
+WAYS = ("one host", "many ranks", "hosts")
 
 
 def main(folder: str) -> None:
     leave_cores()
-    found: list[str] = []
     for way in WAYS:
         if way == "one host" and MPI.COMM_WORLD.size > 3:
             continue
         chunking = Chunking(direct_ranks=0) if way == "many ranks" else None
-        num_hosts = {"mixed": 99, "hosts": 2}.get(way, 1)
+        num_hosts = 2 if way == "hosts" else 1
         with as_on_hosts(lambda size, number=num_hosts: in_turn(size, number)):  # type: ignore[misc]
-            backend = MpiBackend(chunking=chunking, shared_memory=way != "mixed")
-        if way == "mixed" and backend.size != 3:
-            backend.close()
-            break
-        if way == "mixed" and backend.rank > 0:
-            backend._group.transfers = PythonTransfers()  # type: ignore[assignment]
-        found.append(type(backend._group.transfers).__name__)
+            backend = MpiBackend(chunking=chunking)
         report = Path(folder, f"rank{backend.rank}")
         for name, check in CHECKS.items():
             if name in LARGEST and way != "one host":
@@ -52,7 +43,7 @@ def main(folder: str) -> None:
                 report.write_text(f"{name}, {way}\n{traceback.format_exc()}")
                 backend.abort(1)
         backend.close()
-    report.write_text(f"passed {len(CHECKS)} by {', '.join(found)}")
+    report.write_text(f"passed {len(CHECKS)}")
 
 
 if __name__ == "__main__":

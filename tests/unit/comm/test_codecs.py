@@ -80,13 +80,6 @@ def test_same_bits_as_the_reference(codec: str, count: int, seed: int, feeds_bac
     np.testing.assert_array_equal(before, reference + np.float32(1))
 
 
-def test_elements_are_within_half_a_step() -> None:
-    source = np.random.default_rng(0).standard_normal(BLOCK).astype(np.float32)
-    _, out = sent(source)
-    step = np.abs(source).max() / 127
-    assert np.abs(out - source).max() <= step * 0.505  # scales are rounded up by at most 1/128
-
-
 def test_ties_are_rounded_to_even() -> None:
     source = np.zeros(BLOCK, np.float32)
     source[:5] = 127, 0.5, 1.5, 2.5, -2.5
@@ -132,14 +125,6 @@ def test_a_gradient_that_cancels_the_error(codec: str) -> None:
     _, out = sent(source, error, codec)
     assert not error.any()
     assert not out.any()
-
-
-def test_other_blocks_of_a_tensor_with_nan_are_sent() -> None:
-    source = np.full(2 * BLOCK, 127, np.float32)
-    source[3] = np.nan
-    _, out = sent(source)
-    assert np.isnan(out[:BLOCK]).all()
-    assert (out[BLOCK:] == 127).all()
 
 
 def test_wrong_arguments() -> None:

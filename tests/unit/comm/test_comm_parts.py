@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.contract.checks import HALVES, INTEGERS, contribution, expected
+from tests.contract.checks import contribution, expected
 from tests.support.host_ranks import group, plain_channel
-from wfbp.comm.arrays import blocks, combine, split, typed
+from wfbp.comm.arrays import combine, split
 from wfbp.comm.mpi.transfers import (
     NUM_TAGS,
     Channel,
@@ -68,30 +68,6 @@ def test_combine_is_in_rank_order_wherever_the_result_goes(
         np.testing.assert_array_equal(out, want)
         if target is None:
             assert all((s == p).all() for s, p in zip(shards, parts, strict=True))
-
-
-def test_the_tests_cover_every_type() -> None:
-    assert {*HALVES, *INTEGERS, "float32", "float64"} == set(ITEM_BYTES)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "counts", "dtype", "told"),
-    [
-        (3, [1, 2, 0], "uint8", "need 2 counts"),
-        (0, [1, -1], "uint8", "at least 0"),
-        (4, [2, 2], "float32", "whole number of float32"),
-        (4, [1, 2], "uint8", "of 4 bytes, but counts add up to 3"),
-    ],
-)
-def test_wrong_counts(nbytes: int, counts: list[int], dtype: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        blocks(2, np.zeros(nbytes, np.uint8), counts, dtype)
-
-
-def test_typed_shares_memory() -> None:
-    data = np.zeros(8, np.uint8)
-    typed(data, "bfloat16")[1] = 0x3F80
-    assert data.tolist() == [0, 0, 0x80, 0x3F, 0, 0, 0, 0]
 
 
 class Recorded(Task):
@@ -176,16 +152,6 @@ def test_channels_fail_together_and_start_nothing_after_that() -> None:
     assert log == [0, 1, 2]
 
 
-def test_a_job_that_does_not_start_fails_the_progress_group() -> None:
-    progress_group = group(1, 2)
-    channel = plain_channel(progress_group, Chunking())
-    job = Recorded(0, 1, [])
-    job.start = Mock(side_effect=ValueError("no such peer"))  # type: ignore[method-assign]
-    work = work_of(channel, [job])
-    with pytest.raises(BackendError, match="no such peer"):
-        work.test()
-
-
 @pytest.mark.parametrize("finds", ["test", "may_progress"])
 def test_an_error_of_transfers_reaches_who_waits(finds: str) -> None:
     progress_group = group(1, 2)
@@ -218,54 +184,6 @@ def test_what_is_under_way_at_a_failure_is_kept_and_nothing_else() -> None:
     del progress_group, channel, work, later, jobs
     gc.collect()
     assert [ref() is None for ref in kept] == [True, False, False, True, True]
-
-
-def test_leaving_with_messages_under_way_ends_the_progress_group() -> None:
-    """What is begun for them would otherwise go on, in memory that is gone."""
-    progress_group = group(1, 2)
-    leaving, staying = (
-        plain_channel(progress_group, Chunking()),
-        plain_channel(progress_group, Chunking()),
-    )
-    job = Recorded(0, 1, [])
-    work_of(leaving, [job])
-    work = work_of(staying, [Recorded(1, 1, [])])
-    kept = weakref.ref(job)
-    leaving.leave()
-    with pytest.raises(BackendError, match="abandoned with messages under way"):
-        work.test()
-    del job, leaving
-    gc.collect()
-    assert kept() is not None
-
-
-def test_who_gives_up_with_nothing_under_way_ends_nothing() -> None:
-    progress_group = group(1, 2)
-    channel = plain_channel(progress_group, Chunking())
-    job = Recorded(0, 1, [])
-    work = work_of(channel, [job])
-    job.complete = True
-    assert work.test()
-    progress_group.give_up()
-    assert progress_group.failure is None
-    work_of(channel, [Recorded(1, 1, [])])
-    progress_group.give_up()
-    progress_group.fail(OSError("later"))
-    assert "abandoned with messages under way" in str(progress_group.failure)
-
-
-def test_a_work_that_is_complete_is_so_whatever_fails_beside_it() -> None:
-    progress_group = group(1, 2)
-    sound, broken = (
-        plain_channel(progress_group, Chunking()),
-        plain_channel(progress_group, Chunking()),
-    )
-    job = Recorded(0, 1, [])
-    work = work_of(sound, [job])
-    work_of(broken, [Recorded(1, 13, [])])
-    job.complete = True
-    assert work.test()
-    assert progress_group.failure is not None
 
 
 def test_the_fastest_large_message_tells_how_long_a_byte_takes() -> None:

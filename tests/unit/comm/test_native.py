@@ -1,4 +1,4 @@
-"""The packing extension, its NumPy reference, and references calculated in another way."""
+"""The packing extension, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import pack_reference
 from wfbp import _native
 from wfbp.core.types import ITEM_BYTES, item_bytes
 
@@ -29,15 +28,9 @@ OPS = ("sum", "min", "max", "product")
 ALL_HALVES = np.arange(65536, dtype=np.uint16)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["numpy", *dict.fromkeys(["portable", _native.INSTRUCTIONS])],
-)
+@pytest.fixture(scope="module", params=dict.fromkeys(["portable", _native.INSTRUCTIONS]))
 def pack(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Every implementation that this machine can run."""
-    if request.param == "numpy":
-        yield pack_reference
-        return
+    """Every set of kernels that this machine can run."""
     _native.use_instructions(request.param)
     yield _native
     _native.use_instructions(_native.INSTRUCTIONS)
@@ -216,9 +209,8 @@ def test_table_keeps_its_destination_alive(pack: ModuleType) -> None:
     ("offsets", "nbytes", "message"),
     [
         ([0, 12], [8, 8], "slot 1 .*inside the destination of 16"),
-        ([-4], [4], "slot 0"),
-        ([0], [-4], "slot 0"),
         ([2**62], [2**62], "slot 0"),
+        ([-4], [4], "slot 0"),
         ([0], [6], "slot 0 has 6 bytes: not a whole number of float32"),
         ([0, 4], [4], "2 offsets but 1 sizes"),
     ],
@@ -271,13 +263,6 @@ def test_scale_rounds_once(pack: ModuleType, dtype: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_half_survives_a_round_trip(pack: ModuleType, dtype: str) -> None:
-    out = np.zeros_like(ALL_HALVES)
-    pack.reduce_shards([ALL_HALVES], out, dtype, "sum")
-    assert same_halves(out, ALL_HALVES, dtype)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
 def test_rounding_goes_to_nearest_even(pack: ModuleType, dtype: str) -> None:
     rng = np.random.default_rng(4)
     a, b = rng.permutation(ALL_HALVES), rng.permutation(ALL_HALVES)
@@ -296,50 +281,32 @@ def test_rounding_goes_to_nearest_even(pack: ModuleType, dtype: str) -> None:
     assert out[:2].tolist() == [one, one + 2]
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 511, 512, 513, 5003])
-def test_reduce_accumulates_in_float32(pack: ModuleType, dtype: str, op: str, n: int) -> None:
-    rng = np.random.default_rng(n)
-    exact = rng.normal(0, 2, (5, n))
-    shards = np.stack([narrow(row, dtype) for row in exact])
+@settings(max_examples=100)
+@given(
+    dtype=st.sampled_from(HALVES),
+    op=st.sampled_from(OPS),
+    k=st.integers(1, 6),
+    n=st.sampled_from([0, 1, 8, 9, 512, 513]) | st.integers(0, 1500),
+    divisor=st.sampled_from([1.0, 2.0, 3.0, 7.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_reduce_accumulates_in_float32(
+    pack: ModuleType, dtype: str, op: str, k: int, n: int, divisor: float, seed: int
+) -> None:
+    """Any bits, also NaN and infinities; from odd addresses, and in place."""
+    shards = np.random.default_rng(seed).integers(0, 65536, (k, n), dtype=np.uint16)
     fold = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
-    total = widen(shards[0], dtype).astype(np.float32)
-    for row in shards[1:]:
-        total = fold(total, widen(row, dtype).astype(np.float32))
-    expected = narrow((total / np.float32(3)).astype(np.float64), dtype)
-    room = np.zeros(2 * n + 1, np.uint8)  # odd addresses on both sides
-    out = room[1:].view(np.uint16)
+    with np.errstate(all="ignore"):
+        total = widen(shards[0], dtype).astype(np.float32)
+        for row in shards[1:]:
+            total = fold(total, widen(row, dtype).astype(np.float32))
+        expected = narrow((total / np.float32(divisor)).astype(np.float64), dtype)
+    out = np.zeros(2 * n + 1, np.uint8)[1:].view(np.uint16)
     rows = [at_offset(row, 2 * k + 1).view(np.uint16) for k, row in enumerate(shards)]
-    pack.reduce_shards(rows, out, dtype, op, 3)
+    pack.reduce_shards(rows, out, dtype, op, divisor)
     assert same_halves(out, expected, dtype)
-    pack.reduce_shards(shards, shards[0], dtype, op, 3)  # a matrix, and in place
+    pack.reduce_shards(shards, shards[0], dtype, op, divisor)  # a matrix
     assert same_halves(shards[0], expected, dtype)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_reduce_keeps_nan_and_infinity(pack: ModuleType, dtype: str) -> None:
-    inf, nan = np.inf, np.nan
-    a = narrow(np.array([inf, inf, nan, 1.0, -inf, 2.0]), dtype)
-    b = narrow(np.array([1.0, -inf, 1.0, nan, -inf, 3.0]), dtype)
-    out = np.zeros_like(a)
-    for op, expected in {
-        "sum": [inf, nan, nan, nan, -inf, 5.0],
-        "min": [1.0, -inf, nan, nan, -inf, 2.0],
-        "max": [inf, inf, nan, nan, -inf, 3.0],
-        "product": [inf, -inf, nan, nan, inf, 6.0],
-    }.items():
-        pack.reduce_shards([a, b], out, dtype, op)
-        np.testing.assert_array_equal(widen(out, dtype), expected, err_msg=op)
-
-
-def test_reduce_does_not_overflow_on_the_way(pack: ModuleType) -> None:
-    large = narrow(np.full(9, 60000.0), "float16")
-    out = np.zeros_like(large)
-    pack.reduce_shards([large] * 4, out, "float16", "sum", 4)
-    assert np.array_equal(out, large)
-    pack.reduce_shards([large] * 4, out, "float16", "sum")
-    assert np.all(widen(out, "float16") == np.inf)
 
 
 @pytest.fixture
@@ -451,25 +418,6 @@ def test_reduce_is_what_numpy_gives_in_order(
     np.testing.assert_array_equal(out, expected)
     for i, (row, other) in enumerate(zip(rows, others, strict=True)):
         assert i == place or row.tobytes() == other.tobytes()
-
-
-@settings(max_examples=60)
-@given(
-    dtype=st.sampled_from(HALVES),
-    op=st.sampled_from(OPS),
-    k=st.integers(1, 6),
-    n=st.integers(0, 1500),
-    divisor=st.sampled_from([1.0, 2.0, 3.0, 7.0]),
-    seed=st.integers(0, 2**32),
-)
-def test_extension_and_numpy_agree_bit_for_bit(
-    dtype: str, op: str, k: int, n: int, divisor: float, seed: int
-) -> None:
-    shards = np.random.default_rng(seed).integers(0, 65536, (k, n), dtype=np.uint16)
-    outs = [np.zeros(n, np.uint16) for _ in range(2)]
-    for pack, out in zip((_native, pack_reference), outs, strict=True):
-        pack.reduce_shards(shards, out, dtype, op, divisor)
-    assert same_halves(outs[0], outs[1], dtype)
 
 
 def test_pack_lets_other_threads_run() -> None:

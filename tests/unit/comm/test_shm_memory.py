@@ -165,12 +165,6 @@ def test_another_process_s_pipe_is_not_opened() -> None:
     os.close(write)
 
 
-def test_a_python_without_the_call_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(shm_memory.os, "memfd_create", raising=False)
-    comm = ThreadComm(2)
-    assert comm.run(lambda: SharedMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("answer", ["refuses", "does nothing"])
 def test_where_memory_cannot_be_given_back_there_is_none(
     monkeypatch: pytest.MonkeyPatch, answer: str
