@@ -121,6 +121,12 @@ class DeviceTrainer:
             self.note(slot.data, want, f"{where}, gradient {k}", k)
         return slots
 
+    check = synchronize
+
+    def step(self, wanted: list[float | None], where: str, whole: bool) -> None:
+        """Reduce and update."""
+        self.update(self.synchronize(wanted, where, whole=whole))
+
     def note(self, data: Array, want: float | None, where: str, index: int) -> None:
         """Compare the data as the main stream finds it, later."""
         seen = np.zeros(data.nbytes, np.uint8)

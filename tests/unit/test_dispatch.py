@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,17 +11,8 @@ import pytest
 import torch
 
 import wfbp
-from tests.support.local import LocalWorld
 from wfbp import collectives
-from wfbp.config import Config
 from wfbp.errors import NotInitializedError
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    wfbp.init(backend=LocalWorld(1).backend(0), config=Config())
-    yield
-    wfbp.shutdown()
 
 
 def loaded_after(program: str) -> set[str]:

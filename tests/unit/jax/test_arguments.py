@@ -26,13 +26,6 @@ def moment(request: pytest.FixtureRequest) -> Iterator[None]:
     wfbp.shutdown()
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    wfbp.init(backend=LocalWorld(1).backend(0), config=Config())
-    yield
-    wfbp.shutdown()
-
-
 def loss(params: Any, x: Any, *, factor: float = 1.0) -> Any:
     return factor * jnp.sum(params["w"] * x)
 

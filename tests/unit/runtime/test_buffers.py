@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.local import LocalWorld
-from wfbp.comm.arrays import Buffer, storage_dtype
+from wfbp.comm.arrays import storage_dtype
 from wfbp.comm.memory import Memory
-from wfbp.core.plan import ALIGNMENT_BYTES, Group, Plan
+from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Op, Operation, TensorSpec
 from wfbp.runtime.buffers import NUM_STEP_FLAGS, STEP_CYCLE, GroupBuffer, shard_range
 from wfbp.runtime.step import Gather, Step
@@ -151,40 +151,22 @@ def test_ranks_at_different_steps_are_found(dtype: str, op: Op, size: int, apart
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("places", "agree"),
-    [((5, 5, 5), True), ((5, 6, 5), False), ((0, 0, 63), False), ((None, 7, 7), True)],
-)
-def test_calls_that_end_a_step_are_compared(
-    dtype: str, places: tuple[int | None, ...], agree: bool
+@pytest.mark.parametrize(("name", "most"), [("closing_call", 63), ("mark", 15)])
+@pytest.mark.parametrize("agree", [True, False])
+def test_calls_that_end_a_step_and_marks_of_parameters_are_compared(
+    dtype: str, name: str, most: int, agree: bool
 ) -> None:
-    buffers = buffers_of(plan_of([3], dtype), len(places), Op.AVERAGE)
-    steps = [step_of([None], number=3) for _ in places]
-    for buffer, step, place in zip(buffers, steps, places, strict=True):
-        step.closing_call = place
-        buffer.pack(step)
-    travel(buffers)
-    found = [b.read_flags(step).steps_agree for b, step in zip(buffers, steps, strict=True)]
-    assert found == [agree] * len(places)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("marks", "agree"),
-    [((5, 5, 5), True), ((5, 6, 5), False), ((0, 0, 15), False), ((None, 7, 7), True)],
-)
-def test_marks_of_parameters_are_compared(
-    dtype: str, marks: tuple[int | None, ...], agree: bool
-) -> None:
-    buffers = buffers_of(plan_of([3], dtype), len(marks), Op.AVERAGE)
-    steps = [step_of([None], number=3) for _ in marks]
-    for buffer, step, mark in zip(buffers, steps, marks, strict=True):
-        step.mark = mark
-        buffer.pack(step)
-    travel(buffers)
-    found = [b.read_flags(step) for b, step in zip(buffers, steps, strict=True)]
-    assert [result.marks_agree for result in found] == [agree] * len(marks)
-    assert all(result.steps_agree for result in found)
+    for values in ((5, 5, 5), (None, 7, 7)) if agree else ((5, 6, 5), (0, 0, most)):
+        buffers = buffers_of(plan_of([3], dtype), len(values), Op.AVERAGE)
+        steps = [step_of([None], number=3) for _ in values]
+        for buffer, step, value in zip(buffers, steps, values, strict=True):
+            setattr(step, name, value)
+            buffer.pack(step)
+        travel(buffers)
+        for buffer, step in zip(buffers, steps, strict=True):
+            result = buffer.read_flags(step)
+            found = {"closing_call": result.steps_agree, "mark": result.marks_agree}
+            assert found == {"closing_call": True, "mark": True} | {name: agree}
 
 
 @pytest.mark.parametrize("size", [2, 16, 512, 1024, 50_000])
@@ -244,49 +226,6 @@ def test_nothing_but_the_flags_is_read_from_a_nan() -> None:
     assert not result.discarded
     assert result.steps_agree
     assert np.array_equal(buffer.result(1).view(np.float32), bad, equal_nan=True)
-
-
-def test_results_never_come_to_where_a_gradient_lies() -> None:
-    plan = plan_of([3, 0, 5, 1], "float32")
-    (buffer, _) = buffers_of(plan, 2, Op.AVERAGE)
-    members = plan.groups[0].tensors
-    lain: set[tuple[int, ...]] = set()
-    for turn in range(6):
-        slots: list[Buffer] = [buffer.result(position) for position in range(4)]
-        starts = [s.__array_interface__["data"][0] for s in slots]
-        lain.add(tuple(starts))
-        filled = [(s, slot) for s, slot in zip(starts, slots, strict=True) if slot.size]
-        assert all(s % ALIGNMENT_BYTES == 0 for s, _ in filled)
-        for k, slot in enumerate(slots):
-            slot.view(np.float32)[:] = turn + k
-        places = [0] * 4
-        for position, k in enumerate(members):
-            places[k] = starts[position]
-        buffer.pack(Step(0, places, [slots] * 4, []))
-        assert buffer.num_moves == turn + 1
-        moved = [buffer.result(position) for position in range(4)]
-        for k, (slot, new) in enumerate(zip(slots, moved, strict=True)):
-            assert not np.shares_memory(slot, new)
-            assert (new.view(np.float32) == turn + k).all()
-            new.view(np.float32)[:] = -1.0  # the average
-            assert (slot.view(np.float32) == turn + k).all()
-    assert len(lain) == 2  # back and forth
-    held = [buffer.result(0), slots[0]]  # one of either
-    places = [0] * 4
-    for k, slot in zip((members[0], members[2]), held, strict=True):
-        places[k] = slot.__array_interface__["data"][0]
-    buffer.pack(Step(0, places, [held] * 4, []))
-    assert not any(np.shares_memory(buffer.result(0), slot) for slot in held)
-    buffer.pack(step_of([None] * 4))
-    assert not any(buffer.result(position).any() for position in range(4))
-
-
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 1000])
-def test_memory_begins_at_a_cache_line(size: int) -> None:
-    block = Memory(LocalWorld(1).backend(0)).zeros(size)
-    assert block.nbytes == size
-    assert block.__array_interface__["data"][0] % 64 == 0 or size == 0
-    assert not block.any()
 
 
 def test_memory_without_an_owner_is_not_read_after_packing() -> None:

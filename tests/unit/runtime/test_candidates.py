@@ -127,16 +127,6 @@ def test_plans_of_joined_tensors_are_nearly_as_good(kappa: float) -> None:
         assert iteration_s(joined, trace, costs) <= 1.005 * exact_s, name
 
 
-def test_several_element_types_are_joined_too() -> None:
-    """Each message still has one type; a plan checks that, and that it covers every tensor."""
-    trace, costs = large(500, ("float32", "bfloat16", "float32"))
-    for name in ("oasr", "ipart", "independent", "hybrid"):
-        found = make(name, trace, costs, THRESHOLD_BYTES)
-        ready = [min(g.tensors) for g in found.groups[: found.num_backward]]
-        assert ready[-1] == 0 or trace.tensors[ready[-1]].spec.dtype != trace.tensors[0].spec.dtype
-    assert decouples(make("independent", trace, costs, THRESHOLD_BYTES))
-
-
 def test_planning_for_thousands_of_tensors_hardly_holds_training_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -111,36 +110,6 @@ def test_engines_side_by_side(schedule: str) -> None:
         side_by_side(*(lambda k=k: train(k) for k in range(3)))
 
     all_well(run_ranks(3, body, QUICK))
-
-
-def test_what_was_made_for_planning_is_given_back() -> None:
-    def body(runtime: Runtime) -> None:
-        runtime.separate_planning()
-        backend, closed = runtime.planning_channel._backend, threading.Event()
-        backend.close = closed.set  # type: ignore[method-assign]
-        runtime.channel.exchange(b"", "all are here")
-        runtime.shutdown()
-        assert closed.wait(60.0)
-
-    all_well(run_ranks(2, body))
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ((None, "None", None), "x (ranks 0, 2: None; rank 1: 'None')"),
-        ((True, "True", True), "x (ranks 0, 2: True; rank 1: 'True')"),
-        ((1, 1.0, 1), "x (ranks 0, 2: 1; rank 1: 1.0)"),
-        (((1, 2), (1, 3), (1, 2)), "x (ranks 0, 2: [1, 2]; rank 1: [1, 3])"),
-    ],
-)
-def test_differences_are_named(values: tuple[Any, ...], told: str) -> None:
-    def body(runtime: Runtime) -> None:
-        same = [{"y": float("nan")}, {"x": values[runtime.rank]}]
-        with pytest.raises(DisagreementError, match=re.escape(told)):
-            runtime.channel.exchange(b"", "it", same=same)
-
-    all_well(run_ranks(3, body))
 
 
 @pytest.mark.parametrize(("error", "text"), [(ValueError("bad"), "bad"), (KeyError(), "KeyError")])

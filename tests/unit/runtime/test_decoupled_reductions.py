@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.emulated_link import EmulatedLink
+from tests.support.random_programs import update_at_random
 from tests.support.ranks import QUICK, all_well, run_ranks
-from tests.support.trainer import Trainer, address, make_specs, mean
+from tests.support.trainer import Trainer, address, make_specs
 from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
@@ -34,11 +34,13 @@ from wfbp.runtime.tuning.trial import Trial
 class Updater(Trainer):
     """A trainer with parameters: each rank subtracts what it has of the gradients."""
 
+    close: dict[str, float] = {"rel": 1e-6}  # noqa: RUF012
+
     def __init__(self, runtime: Runtime, sizes: list[int], **options: Any) -> None:
         super().__init__(runtime, make_specs(sizes), decouples=True, **options)
         self.params = [np.zeros(n) for n in sizes]
 
-    def step(self, whole: bool = False) -> None:
+    def step(self, wanted: object = None, where: str = "", whole: bool = False) -> None:
         """Update whole tensors wholly and shards shard by shard, and let them be gathered."""
         engine = self.engine
         for index, slot in enumerate(engine.synchronize(whole)):
@@ -52,10 +54,13 @@ class Updater(Trainer):
             part -= values[start // 8 : stop // 8] if slot.whole else values
         engine.gather([address(p) for p in self.params], self.params)
 
-    def read(self, index: int) -> np.ndarray[Any, Any]:
+    def read(self, index: int, wanted: float, where: str) -> None:
         """A parameter, as forward reads it."""
         self.engine.await_tensor(index)
-        return self.params[index]
+        assert self.params[index] == pytest.approx(wanted, **self.close), where
+
+    def finish(self) -> None:
+        self.engine.flush()
 
 
 @settings(max_examples=15)
@@ -70,46 +75,13 @@ class Updater(Trainer):
 def test_random_programs(
     size: int, sizes: list[int], schedule: str, op: Op, wire: str, seed: int
 ) -> None:
-    """Any tensors in any order, read in any order, discarded, missing; whole if a rank needs that.
-
-    Compressed, the averages of whole numbers are rounded once.
-    """
-    close = (
-        {"rel": 1e-6} if not wire else {"abs": 30 * 9 * 2.0 ** (-11 if wire == "float16" else -8)}
-    )
-    chance = random.Random(seed)
-    steps = [
-        {
-            "discard": chance.random() < 0.15,
-            "whole": [chance.random() < 0.1 for _ in range(size)],
-            "read": chance.sample(range(len(sizes)), chance.randint(0, len(sizes))),
-            "grads": [[chance.random() < 0.8 for _ in sizes] for _ in range(size)],
-            "values": [[float(chance.randint(-9, 9)) for _ in sizes] for _ in range(size)],
-        }
-        for _ in range(30)
-    ]
+    """Compressed, the averages of whole numbers are rounded once."""
 
     def body(runtime: Runtime) -> None:
         updater = Updater(runtime, sizes, schedule=schedule, op=op, wire=wire)
-        order = random.Random(seed + runtime.rank)
-        expected = [0.0] * len(sizes)
-        for step in steps:
-            for k in step["read"]:
-                assert updater.read(k) == pytest.approx(expected[k], **close)
-            if step["discard"]:
-                for k in order.sample(range(len(sizes)), len(sizes)):
-                    updater.accumulate(k, 1e6)
-            updater.zero()
-            for k in order.sample(range(len(sizes)), len(sizes)):
-                if step["grads"][runtime.rank][k]:
-                    updater.accumulate(k, step["values"][runtime.rank][k])
-            updater.step(step["whole"][runtime.rank])
-            for k in range(len(sizes)):
-                rows = [step["values"][r][k] if step["grads"][r][k] else None for r in range(size)]
-                expected[k] -= (mean(rows) or 0.0) * (size if op is Op.SUM else 1)
-        updater.engine.flush()
-        for k, value in enumerate(expected):
-            assert updater.params[k] == pytest.approx(value, **close)
+        if wire:
+            updater.close = {"abs": 30 * 9 * 2.0 ** (-11 if wire == "float16" else -8)}
+        update_at_random(updater, seed, 30, op)
 
     all_well(run_ranks(size, body, QUICK))
 
@@ -145,10 +117,9 @@ def test_an_engine_that_is_closed_serves_its_gathers_first() -> None:
             runtime.channel.exchange(b"", "after it")
             return 0.0
         runtime.channel.exchange(b"", "after it")
-        value = updater.read(0)
-        assert (value == -8.0).all()
+        updater.read(0, -8.0, "behind it")
         updater.engine.close()
-        return float(value[0])
+        return -8.0
 
     assert all_well(run_ranks(2, body)) == [0.0, -8.0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from hypothesis import strategies as st
 
 from tests.support.device_trainer import DeviceTrainer
 from tests.support.devices import Devices
+from tests.support.random_programs import reduce_at_random, update_at_random
 from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.software_device import SoftwareDevice
-from tests.support.trainer import address, make_specs, mean
+from tests.support.trainer import address, make_specs
 from wfbp.comm import cost_probe
 from wfbp.comm.device.device_memory import DeviceMemory
 from wfbp.config import Config
@@ -58,23 +58,7 @@ def test_random_programs(
     wire: str,
     seed: int,
 ) -> None:
-    """Any tensors in any order on any rank, discarded passes, accumulation, changing plans.
-
-    Compressed, by values whose averages are exact.
-    """
-    unit = 6.0 if wire else 1.0  # 2 and 3 ranks divide it, and bfloat16 holds what comes of it
-    most = 1 if wire else 9
-    chance = random.Random(seed)
-    steps = [
-        {
-            "discard": chance.random() < 0.15,
-            "passes": chance.choice([1, 1, 1, 2, 3]) if to_none and not wire else 1,
-            "discarded": [[chance.random() < 0.6 for _ in sizes] for _ in range(size)],
-            "grads": [[chance.random() < 0.8 for _ in sizes] for _ in range(size)],
-            "values": [[unit * chance.randint(-most, most) for _ in sizes] for _ in range(size)],
-        }
-        for _ in range(10)
-    ]
+    """Compressed, by values whose averages are exact."""
     devices = Devices(size, nccl, seed)
 
     def body(runtime: Runtime) -> None:
@@ -88,38 +72,9 @@ def test_random_programs(
             streams=streams,
             seed=seed + rank,
         )
-        order = random.Random(seed + rank)
-        # What p.grad holds before a step, by rank: zeros where it was zeroed in place.
-        held: list[list[float | None]] = [[None] * len(sizes) for _ in range(size)]
-        for number, step in enumerate(steps):
-            trainer.zero(to_none)
-            held = [[None if to_none or v is None else 0.0 for v in row] for row in held]
-            trainer.forward()
-            if step["discard"]:
-                for k in range(len(sizes)):
-                    if not to_none or step["discarded"][rank][k]:
-                        trainer.accumulate(k, 1e6)
-                trainer.backward_ends()
-                trainer.zero(to_none)
-                if not to_none:
-                    held = [[0.0] * len(sizes) for _ in range(size)]
-                trainer.forward()
-            for _ in range(step["passes"]):
-                for k in order.sample(range(len(sizes)), len(sizes)):
-                    if step["grads"][rank][k]:
-                        trainer.accumulate(k, step["values"][rank][k])
-                trainer.backward_ends()
-                trainer.forward()
-            wanted = []
-            for k in range(len(sizes)):
-                rows = [
-                    step["passes"] * step["values"][r][k] if step["grads"][r][k] else held[r][k]
-                    for r in range(size)
-                ]
-                wanted.append(mean(rows))
-            trainer.synchronize(wanted, f"step {number}")
-            held = [list(wanted) for _ in range(size)]
-        trainer.finish()
+        # 2 and 3 ranks divide 6, and bfloat16 holds what comes of it.
+        exact: dict[str, Any] = {"unit": 6.0, "most": 1, "accumulates": False} if wire else {}
+        reduce_at_random(trainer, seed, 10, to_none, **exact)
 
     all_well(run_ranks(size, body))
 
@@ -137,22 +92,7 @@ def test_random_programs(
 def test_random_decoupled_programs(
     size: int, sizes: list[int], schedule: str, nccl: bool, op: Op, wire: str, seed: int
 ) -> None:
-    """Any tensors in any order, read in any order, discarded, missing; whole or by shards.
-
-    Compressed, by values whose averages are exact.
-    """
-    unit = 6.0 if wire else 1.0  # 2 and 3 ranks divide it, and bfloat16 holds what comes of it
-    chance = random.Random(seed)
-    steps = [
-        {
-            "discard": chance.random() < 0.15,
-            "whole": chance.random() < 0.2,
-            "read": chance.sample(range(len(sizes)), chance.randint(0, len(sizes))),
-            "grads": [[chance.random() < 0.8 for _ in sizes] for _ in range(size)],
-            "values": [[unit * chance.randint(-9, 9) for _ in sizes] for _ in range(size)],
-        }
-        for _ in range(10)
-    ]
+    """Compressed, by values whose averages are exact."""
     devices = Devices(size, nccl, seed)
 
     def body(runtime: Runtime) -> None:
@@ -167,30 +107,7 @@ def test_random_decoupled_programs(
             decouples=True,
             seed=seed + rank,
         )
-        order = random.Random(seed + rank)
-        expected = [0.0] * len(sizes)
-        for number, step in enumerate(steps):
-            for k in step["read"]:
-                trainer.read(k, expected[k], f"step {number}")
-            if step["discard"]:
-                for k in order.sample(range(len(sizes)), len(sizes)):
-                    trainer.accumulate(k, 1e6)
-            trainer.zero()
-            for k in order.sample(range(len(sizes)), len(sizes)):
-                if step["grads"][rank][k]:
-                    trainer.accumulate(k, step["values"][rank][k])
-            wanted = []
-            for k in range(len(sizes)):
-                rows = [step["values"][r][k] if step["grads"][r][k] else None for r in range(size)]
-                average = mean(rows)
-                factor = size if op is Op.SUM else 1
-                wanted.append(None if average is None else average * factor)
-                expected[k] -= wanted[k] or 0.0
-            slots = trainer.synchronize(wanted, f"step {number}", whole=step["whole"])
-            trainer.update(slots)
-        for k, value in enumerate(expected):
-            trainer.read(k, value, "at the end")
-        trainer.finish()
+        update_at_random(trainer, seed, 10, op, unit=6.0 if wire else 1.0)
 
     all_well(run_ranks(size, body, QUICK))
 
@@ -215,37 +132,6 @@ def test_the_host_waits_for_nothing_in_a_step() -> None:
         return ahead
 
     assert all_well(run_ranks(2, body, STEADY)) == [15, 15]
-
-
-def test_a_step_costs_few_calls_of_the_driver() -> None:
-    """One event and one wait per group and stream, one launch per group, two more per step."""
-    devices = Devices(2, nccl=True, most_s=0.0)
-
-    def body(runtime: Runtime) -> dict[str, int]:
-        device = devices.of[runtime.rank]
-        trainer = DeviceTrainer(runtime, device, make_specs([10] * 40), schedule="single")
-
-        def step() -> None:
-            trainer.zero()
-            for k in reversed(range(40)):
-                trainer.accumulate(k, 1.0)
-            with device.on(trainer.main):
-                trainer.engine.synchronize()
-            trainer.grads = [None] * 40
-
-        step()
-        device.drain()
-        before = device.calls.copy()
-        step()
-        after = device.calls.copy()
-        after.subtract(before)
-        trainer.finish()
-        return {name: after[name] for name in ("pack", "record", "timed record", "wait")}
-
-    for calls in all_well(run_ranks(2, body, STEADY)):
-        assert calls["pack"] == 1
-        assert calls["record"] + calls["timed record"] <= 12
-        assert calls["wait"] <= 5
 
 
 def test_a_group_is_packed_while_another_travels() -> None:

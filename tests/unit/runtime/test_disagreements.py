@@ -12,13 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support.ranks import all_well, limit_waits, run_ranks
+from tests.support.ranks import all_well, run_ranks
 from tests.support.trainer import Trainer, make_specs
 from wfbp.config import Config
-from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, StallError
 from wfbp.runtime.progress.loop import num_program_threads
 from wfbp.runtime.progress.stall import ALL_RANKS, Need, RankStatus, StallWatch, deadlocked
@@ -54,8 +52,8 @@ def ended(acts: dict[int, Act], config: Config = PROMPT, size: int = 3) -> list[
     return run_ranks(size, body, config)
 
 
-@pytest.mark.parametrize("odd", [0, 2])
-def test_a_collective_on_one_rank_alone(odd: int) -> None:
+def test_a_collective_on_one_rank_alone() -> None:
+    odd = 2
     for rank, result in enumerate(ended({odd: barrier})):
         assert isinstance(result, DisagreementError), result
         text = str(result)
@@ -65,62 +63,12 @@ def test_a_collective_on_one_rank_alone(odd: int) -> None:
         assert "Every rank must make the same calls" in text
 
 
-def test_a_collective_of_an_optimizer_on_one_rank_alone() -> None:
-    def norm(runtime: Runtime, trainer: Trainer) -> None:
-        zero, label = np.zeros(1), "clip_grad_norm_()"
-        runtime.channel.call(lambda b: b.all_reduce(zero, "float64", Op.SUM), label)
-
-    for result in ended({1: norm}, size=2):
-        assert isinstance(result, DisagreementError), result
-        assert "rank 1: in clip_grad_norm_()" in str(result)
-
-
-def test_two_optimizers_in_another_order() -> None:
-    def body(runtime: Runtime) -> None:
-        trainers = [
-            Trainer(runtime, make_specs([3, 4]), schedule="layerwise", name=n) for n in ("G", "D")
-        ]
-        for trainer in trainers if runtime.rank else reversed(trainers):
-            step(runtime, trainer)
-
-    for result in run_ranks(2, body, PROMPT):
-        assert isinstance(result, DisagreementError), result
-        assert "rank 0: " in str(result)
-        assert "D, step 0: all-reduce" in str(result)
-
-
 def test_a_slow_rank_is_waited_for() -> None:
     def late(runtime: Runtime, trainer: Trainer) -> None:
         time.sleep(1.0)
         step(runtime, trainer)
 
     all_well(ended({1: late}))
-
-
-def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
-    over = threading.Event()
-
-    def elsewhere(runtime: Runtime, trainer: Trainer) -> None:
-        over.wait(60.0)
-
-    def waits(runtime: Runtime, trainer: Trainer) -> None:
-        watch = runtime.thread.loop.watch
-
-        def lose_patience() -> None:
-            while not watch._answers:
-                time.sleep(1e-3)
-            limit_waits(runtime, timeout_s=0.1)
-
-        threading.Thread(target=lose_patience, daemon=True).start()
-        try:
-            step(runtime, trainer)
-        finally:
-            over.set()
-
-    result = ended({0: waits, 1: elsewhere}, size=2)[0]
-    assert isinstance(result, StallError)
-    assert "other ranks were here: rank 1: SGD, step 1: nothing posted yet." in str(result)
-    assert "No answer" not in str(result)
 
 
 def test_ranks_that_do_not_answer_are_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,8 @@ import torch
 
 import wfbp
 import wfbp.torch
-from tests.support.local import LocalWorld
-from wfbp.config import Config
 
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    wfbp.init(backend=LocalWorld(1).backend(0), config=Config())
-    yield
-    wfbp.shutdown()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def wrap(kind: Any = torch.optim.SGD, *args: Any, **options: Any) -> Any:
@@ -56,9 +48,7 @@ def test_numpy_numbers_are_whole_numbers() -> None:
     wrap(threshold_bytes=np.int64(5), backward_passes_per_step=np.int32(1))
 
 
-@pytest.mark.parametrize(
-    "specs", [[np.ones(2)], {"a": np.ones(2)}, None, [("a",)], [(1, np.ones(2))], [None]]
-)
+@pytest.mark.parametrize("specs", [[np.ones(2)], None, [("a",)], [(1, np.ones(2))]])
 def test_a_reducer_of_what_has_no_names(specs: Any) -> None:
     with pytest.raises(TypeError, match="pairs of name and array, found"):
         wfbp.GradientReducer(specs)
@@ -77,7 +67,6 @@ def test_a_name_that_is_no_string(package: Any) -> None:
     "make",
     [
         lambda m: m,
-        lambda m: torch.nn.Sequential(m),
         lambda m: torch.nn.ModuleDict({"m": m}),
     ],
 )
@@ -109,12 +98,9 @@ def test_gradients_of_a_reducer() -> None:
     ("arguments", "told"),
     [
         ((-1.0,), "max_norm is -1.0; expected a number of at least 0"),
-        ((float("nan"),), "max_norm is nan"),
         ((None,), "max_norm is None"),
-        (("1.0",), "max_norm is '1.0'"),
         ((torch.zeros(2),), "max_norm is a Tensor"),
         ((torch.nn.Linear(2, 2).parameters(), 1.0), "max_norm is a generator"),
-        ((list(torch.nn.Linear(2, 2).parameters()), 1.0), "max_norm is a list"),
     ],
 )
 def test_clipping_by_what_is_no_limit(arguments: tuple[Any, ...], told: str) -> None:
@@ -130,32 +116,6 @@ def test_clipping_by_what_is_no_norm() -> None:
             wrap().clip_grad_norm_(1.0, wrong)
     for limit in (0, 1, float("inf"), np.float32(2), torch.tensor(2.0)):
         assert wrap().clip_grad_norm_(limit) == 0
-
-
-def test_wrapping_what_is_wrapped() -> None:
-    optimizer = wrap()
-    with pytest.raises(ValueError, match="this SGD is distributed already: use it as it is"):
-        wfbp.torch.DistributedOptimizer(optimizer)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"schedule": "typo"},
-        {"optimizer_sharding": "typo"},
-        {"threshold_bytes": 0},
-        {"backward_passes_per_step": 0},
-        {"named_parameters": [("w", torch.nn.Parameter(torch.ones(1)))]},
-    ],
-)
-def test_a_refused_wrap_leaves_the_one_before(wrong: dict[str, Any]) -> None:
-    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
-    distributed = wfbp.torch.DistributedOptimizer(optimizer)
-    before = dict(optimizer.__dict__)
-    with pytest.raises(ValueError, match=r"typo|is 0|lacks"):
-        wfbp.torch.DistributedOptimizer(optimizer, **wrong)
-    assert optimizer.__dict__ == before
-    distributed.step()
 
 
 def test_schedules_that_are_spelled_wrong() -> None:

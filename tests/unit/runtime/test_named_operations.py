@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.local import LocalWorld
 from tests.support.ranks import QUICK, all_well, run_ranks
 from wfbp.comm.backend import HostBackend
 from wfbp.errors import DisagreementError
-from wfbp.runtime.named.arithmetic import scale
 from wfbp.runtime.named.coordinator import Coordinator, Kind, Request
-from wfbp.runtime.named.named_lane import JOIN, NamedLane, NamedOperation, Outcome
+from wfbp.runtime.named.named_lane import JOIN, NamedOperation, Outcome
 from wfbp.runtime.named.operations import Collectives
-from wfbp.runtime.progress.stall import ALL_RANKS
 from wfbp.runtime.runtime import Runtime
 
 
@@ -54,41 +50,12 @@ def test_everything_becomes_ready_once_whatever_the_order(
     assert sorted(answered) == sorted(come)
 
 
-def test_a_lane_that_is_closed_is_not_served() -> None:
-    """Its communicator is free, and the thread may have more to do in this turn."""
-    served: list[object] = []
-    loop = SimpleNamespace(
-        add_lane=lambda lane, members: served.append(lane),
-        remove_lane=served.remove,
-        handle_notices=lambda kind, handler: None,
-        numbers={},
-    )
-    backend = LocalWorld(1).backend(0)
-    runtime: Any = SimpleNamespace(thread=SimpleNamespace(loop=loop), members=ALL_RANKS)
-    lane = NamedLane(runtime, backend)
-    lane.submit(
-        NamedOperation(Request(Kind.BARRIER, "a"), 0, np.zeros(0, np.uint8), lambda _: None)
-    )
-    assert served == [lane]
-    lane.close()
-    assert not served
-
-
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        (reduction("x", called="y"), "the call (rank 0: ; rank 1: y)"),
         (reduction("x", (3,)), "shape (rank 0: (2,); rank 1: (3,))"),
         (reduction("x", prescale=2.0), "prescale_factor (rank 0: 1.0; rank 1: 2.0)"),
         (Request(Kind.BARRIER, "x"), "the operation (rank 0: allreduce; rank 1: barrier)"),
-        (
-            Request(Kind.ALLREDUCE, "x", "int32", (2,), op="sum"),
-            "the element type (rank 0: float32; rank 1: int32)",
-        ),
-        (
-            Request(Kind.ALLREDUCE, "x", "float32", (2,), op="max"),
-            "op (rank 0: sum; rank 1: max)",
-        ),
     ],
 )
 def test_what_differs_is_told(other: Request, what: str) -> None:
@@ -141,19 +108,6 @@ def test_rows_are_shared_out_as_told() -> None:
 
     wanted = [arrays.sum(0)[a:b].tolist() for a, b in pairwise(ends)]
     assert all_well(run_ranks(3, body)) == wanted
-
-
-def test_rows_are_exchanged() -> None:
-    arrays = np.arange(36, dtype=np.float32).reshape(3, 6, 2)
-
-    def body(runtime: Runtime) -> Any:
-        operations = Collectives(runtime)
-        request = Request(Kind.ALLTOALL, "", "float32", (6, 2), splits=(2, 2, 2))
-        data = arrays[runtime.rank].reshape(-1).copy()
-        return operations.run([NamedOperation(request, 0, data, rows_of)])[0].tolist()
-
-    for rank, found in enumerate(all_well(run_ranks(3, body))):
-        assert found == arrays[:, 2 * rank : 2 * rank + 2].reshape(6, 2).tolist()
 
 
 def test_operations_of_a_sequence_match_whatever_they_are() -> None:
@@ -212,69 +166,10 @@ def test_an_answer_on_its_way_is_moved_on_when_the_operation_is_over(
     all_well(run_ranks(2, body))
 
 
-def test_integers_scale_in_float64_and_truncate() -> None:
-    for dtype in ("int8", "int16", "int32", "int64"):
-        values = np.array([-3, 3, 7], dtype)
-        scale(values, dtype, 0.5)
-        assert values.tolist() == [-1, 1, 3]
-
-
 def submit(operations: Collectives, name: str, value: float) -> int:
     data = np.full(3, value, np.float32)
     operation = NamedOperation(reduction(name, (3,)), 0, data, lambda outcome: outcome.data[0])
     return operations.submit([operation], is_group=False)
-
-
-def test_operations_match_by_name_in_any_order() -> None:
-    def body(runtime: Runtime) -> float:
-        operations = Collectives(runtime)
-        names = [f"n{k}" for k in range(100)]
-        random.Random(runtime.rank).shuffle(names)
-        handles = {name: submit(operations, name, float(name[1:])) for name in names}
-        random.Random(7 + runtime.rank).shuffle(names)
-        for name in names:
-            assert operations.synchronize(handles[name]) == 3 * float(name[1:])
-        return float(operations.synchronize(submit(operations, "", runtime.rank)))
-
-    assert run_ranks(3, body) == [3.0] * 3
-
-
-def test_an_error_is_one_of_all_ranks_and_of_one_operation() -> None:
-    def body(runtime: Runtime) -> float:
-        operations = Collectives(runtime)
-        good = submit(operations, "good", 1.0)
-        request = Request(Kind.BROADCAST, "bad", "float32", (2,), root=runtime.rank)
-        bad = operations.submit(
-            [NamedOperation(request, 0, np.zeros(2, np.float32), lambda _: None)]
-        )
-        with pytest.raises(DisagreementError, match=r"root_rank \(rank 0: 0; rank 1: 1\)"):
-            operations.synchronize(bad)
-        with pytest.raises(ValueError, match="is of no pending operation"):
-            operations.synchronize(bad)
-        while not operations.poll(good):
-            pass
-        return float(operations.synchronize(good))
-
-    assert run_ranks(2, body) == [2.0] * 2
-
-
-def test_a_name_is_taken_until_its_operation_is_complete() -> None:
-    def body(runtime: Runtime) -> list[float]:
-        operations = Collectives(runtime)
-        handles = []
-        if runtime.rank == 0:
-            handles.append(submit(operations, "x", 1.0))
-            with pytest.raises(ValueError, match="'x' is pending"):  # rank 1 has not submitted it
-                submit(operations, "x", 1.0)
-        runtime.channel.exchange(b"", "rank 0 was refused")
-        if runtime.rank == 1:
-            handles.append(submit(operations, "x", 1.0))
-        while not operations.poll(handles[0]):
-            pass
-        handles.append(submit(operations, "x", 2.0))  # before the first handle is synchronized
-        return [float(operations.synchronize(handle)) for handle in handles]
-
-    assert run_ranks(2, body) == [[2.0, 4.0]] * 2
 
 
 def test_ranks_that_wait_for_different_names_are_told() -> None:

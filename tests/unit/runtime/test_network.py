@@ -140,15 +140,5 @@ def test_a_group_costs_more_than_its_message_over_a_network(
     assert half(MIB) == pytest.approx(in_memory(MIB) + 1e-4)
 
 
-def test_interference_is_measured_with_the_all_reduce(
-    measured: list[tuple[Operation, int]],
-) -> None:
-    known = Known()
-    assert known.ask(MIB, REDUCE, False, None).kappa == 2.0
-    known.part_of_cores = 0.25
-    assert known.ask(MIB, tuple(Operation), False, None).kappa == 2.0  # known already
-    assert known.ask(MIB, REDUCE, True, None).kappa == 0.5
-
-
 def test_a_device_computes_without_this_core(measured: list[tuple[Operation, int]]) -> None:
     assert Known().ask(MIB, REDUCE, False, on_device(4000)).kappa == 0.0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -14,39 +12,15 @@ import numpy as np
 import pytest
 
 import wfbp
-from tests.support.local import LocalWorld
-from tests.support.ranks import all_well, run_ranks
+from tests.support.ranks import run_ranks
 from wfbp import collectives
-from wfbp.config import Config
 from wfbp.core.types import Op
-from wfbp.errors import DisagreementError, NotInitializedError, PeerError
+from wfbp.errors import DisagreementError, NotInitializedError
 from wfbp.runtime.api import parameters
 from wfbp.runtime.consistency import dtype_key, in_native_order
 from wfbp.runtime.runtime import Runtime
 
-NUMBERS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """The public functions, on one rank."""
-    wfbp.init(backend=LocalWorld(1).backend(0), config=Config())
-    yield
-    wfbp.shutdown()
-
-
 # Several ranks.
-
-
-def test_broadcast_many() -> None:
-    def body(runtime: Runtime) -> list[Any]:
-        arrays = [np.full(3, runtime.rank, np.float32), np.array([runtime.rank])]
-        rows = [("a", "float32", (3,)), ("b", "int64", (1,))]
-        buffers = [a.view(np.uint8) for a in arrays]
-        parameters.broadcast_buffers(runtime, rows, buffers, root_rank=2)
-        return [a.tolist() for a in arrays]
-
-    assert all_well(run_ranks(3, body)) == [[[2.0] * 3, [2]]] * 3
 
 
 def test_broadcast_many_names_the_first_difference() -> None:
@@ -61,72 +35,7 @@ def test_broadcast_many_names_the_first_difference() -> None:
         assert told in str(result)
 
 
-def test_broadcast_many_names_what_one_rank_alone_has() -> None:
-    def body(runtime: Runtime) -> None:
-        rows = [("a", "float32", (3,)), ("b", "int64", (1,))][: 2 - runtime.rank]
-        buffers = [np.zeros(12, np.uint8), np.zeros(8, np.uint8)][: len(rows)]
-        parameters.broadcast_buffers(runtime, rows, buffers, root_rank=0)
-
-    for result in run_ranks(2, body):
-        assert "b (rank 0: int64(1,); rank 1: missing). Every" in str(result)
-
-
-def test_every_rank_gets_the_same_error() -> None:
-    def body(runtime: Runtime) -> None:
-        same = [{"shape": (3 + (runtime.rank == 1),)}]
-        runtime.channel.exchange(b"", "allreduce", same=same, remedy="Pass one shape")
-
-    told = "allreduce: ranks disagree on shape (ranks 0, 2: [3]; rank 1: [4]). Pass one shape"
-    for rank, result in enumerate(run_ranks(3, body)):
-        assert isinstance(result, DisagreementError)
-        assert str(result) == f"rank {rank} of 3: {told}"
-
-
-def test_a_disagreement_is_not_the_end() -> None:
-    def body(runtime: Runtime) -> list[bytes]:
-        with pytest.raises(DisagreementError):
-            runtime.channel.exchange(b"", "one" if runtime.rank else "other")
-        return runtime.channel.exchange(b"on", "on")
-
-    assert all_well(run_ranks(2, body)) == [[b"on", b"on"]] * 2
-
-
-def test_a_refusal_is_told_to_all() -> None:
-    def body(runtime: Runtime) -> None:
-        with runtime.channel.sharing_errors(parameters.MANY):
-            if runtime.rank == 1:
-                raise ValueError("w is read-only")
-        parameters.broadcast_buffers(runtime, [], [], root_rank=0)
-
-    results = run_ranks(3, body)
-    assert isinstance(results[1], ValueError)
-    for rank in (0, 2):
-        assert isinstance(results[rank], PeerError)
-        told = f"rank {rank} of 3: broadcast_parameters: rank 1: w is read-only"
-        assert str(results[rank]) == told
-
-
 # One rank.
-
-
-@pytest.mark.usefixtures("alone")
-def test_other_byte_orders() -> None:
-    """Values count; what returns is in this machine's order."""
-    for order in "<>":
-        array = np.array([1.5, -2.0], f"{order}f4")
-        for found in (
-            wfbp.allreduce(array), wfbp.broadcast(array, 0), wfbp.allgather(array)
-        ):  # fmt: skip
-            assert found.tolist() == [1.5, -2.0]
-            assert found.dtype == np.float32
-        wfbp.broadcast_parameters({"a": array})
-        assert array.tolist() == [1.5, -2.0]
-        reducer = wfbp.GradientReducer([("a", array)])
-        reducer.mark_ready(0, array)
-        found = reducer.wait()[0]
-        assert found is not None
-        assert found.tolist() == [1.5, -2.0]
-        assert found.dtype == np.float32
 
 
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "<i8", ">i8", "uint8", ml_dtypes.bfloat16])
@@ -222,25 +131,6 @@ def test_before_init(name: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("dtype", [*NUMBERS, "bool", ml_dtypes.bfloat16])
-def test_element_types(dtype: Any) -> None:
-    array = np.array([[1, 0, 1], [0, 1, 1]]).astype(dtype)
-    for found in (
-        wfbp.allreduce(array, op=wfbp.Max),
-        wfbp.reducescatter(array, op=wfbp.Min),
-        wfbp.broadcast(array, 0),
-        wfbp.allgather(array),
-        wfbp.alltoall(array),
-        wfbp.alltoall(array, [2])[0],
-        collectives.grouped_allgather([array])[0],
-        wfbp.synchronize(collectives.grouped_reducescatter_async([array], op=wfbp.Sum))[0],
-    ):
-        assert found.dtype == array.dtype
-        assert found.tolist() == array.tolist()
-        assert not np.shares_memory(found, array)
-
-
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "array",
     [
@@ -300,17 +190,6 @@ def test_splits() -> None:
         wfbp.alltoall(np.float64(3))
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_name_is_free_once_its_operation_is_complete() -> None:
-    handle = wfbp.allreduce_async(np.ones(2), name="mine")
-    while not wfbp.poll(handle):
-        time.sleep(1e-4)
-    assert wfbp.allreduce(np.ones(3), name="mine").tolist() == [1.0, 1.0, 1.0]  # free again
-    assert wfbp.synchronize(handle).tolist() == [1.0, 1.0]
-    with pytest.raises(TypeError, match="name is 3"):
-        wfbp.allreduce(np.ones(2), name=3)  # type: ignore[call-overload]
-
-
 class DeviceArray:
     """What CuPy's arrays are to operations, in memory of the host."""
 
@@ -339,20 +218,6 @@ def test_arrays_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.values.tolist() == [1.0, 2.0]
     assert wfbp.allreduce_(array, op=wfbp.Sum, postscale_factor=2.0) is array
     assert array.values.tolist() == [2.0, 4.0]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_reducer_alone() -> None:
-    reducer = wfbp.GradientReducer([("a", np.zeros((), np.float32)), ("b", np.zeros(2))])
-    mine = np.float32(3).reshape(())
-    for _ in range(3):
-        reducer.mark_ready(0, mine)
-        found = reducer.wait()
-        assert found[0] is not None
-        assert found[0].shape == ()
-        assert found[0] == 3
-        assert found[1] is None
-    assert reducer.report() == {}
 
 
 def test_the_set_of_all_ranks_is_named(alone: None) -> None:

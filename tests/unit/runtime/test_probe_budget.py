@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -88,20 +85,6 @@ def test_small_models_are_worth_less_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert budgets[2] <= 1.0  # what Known allows
 
 
-def test_what_is_measured_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    known = Known()
-    known._is_logger = True
-    with caplog.at_level(logging.INFO, "wfbp"):
-        known.ask(1 << 16, REDUCE, False, None)
-    begun, told, slowed = caplog.messages
-    assert begun.startswith("network: measuring what messages of up to 65,536 bytes cost")
-    assert told.startswith("network: all_reduce: 4 bytes in ")
-    assert re.fullmatch(r"network: compute takes \d+\.\d\d times as long beside messages", slowed)
-    caplog.clear()
-    Known().ask(1 << 16, REDUCE, False, None)
-    assert not caplog.messages
-
-
 class Busy(CountingLink):
     """Each message takes 2 ms, and so many seconds of this thread's processor time."""
 
@@ -128,16 +111,6 @@ def test_one_core_of_several_is_a_part() -> None:
     """All of an eighth: s / (1 - s) = 1/7."""
     assert measure_kappa(Busy(2e-3), 1 << 12, SLOW, 1 / 8) == pytest.approx(1 / 7)
     assert measure_kappa(Busy(2e-3), 1 << 12, SLOW, 0.0) == 0.0
-
-
-def test_the_rank_with_the_most_interference_decides() -> None:
-    ranks = LocalWorld(2)
-
-    def measure(rank: int) -> float:
-        return measure_kappa(ranks.backend(rank), 64, LinearCost(1e-9, 0.0), (0.0, 0.5)[rank])
-
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(measure, range(2))) == [1.0, 1.0]
 
 
 def test_on_a_slow_network_small_messages_are_measured() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -67,25 +65,11 @@ def test_waits_for_gathers_are_left_out() -> None:
     assert Profile.of([undisturbed, absent, absent]).ready_s == [9.0, -1.0]
 
 
-def test_what_was_over_before_the_step_began_is_no_part_of_it() -> None:
-    """The program has forgotten gradients since."""
-    updates, waits = [(90.0, 95.0)], [(100.0, 109.0), (108.0, 113.0)]
-    step = StepTimes(110.0, [112.0], [0.0], 0.0, 114.0, 115.0, updates=updates, waits=waits)
-    assert step.update_s == 0.0
-    assert step.waited_s == 3.0
-    assert Profile.of([step]).ready_s == [0.0], "never negative, which is absent"
-
-
 def test_a_tensor_missing_in_some_steps_is_ready_at_their_close() -> None:
     steps = [StepTimes(0.0, [r], [0.0], closed_s=9.0) for r in (4.0, 0.0, 0.0)]
     assert Profile.of(steps).ready_s == [9.0]
     steps = [StepTimes(0.0, [r], [0.0], closed_s=9.0) for r in (4.0, 5.0, 0.0)]
     assert Profile.of(steps).ready_s == [5.0]
-
-
-def test_a_profile_survives_the_journey() -> None:
-    one = Profile([1.0, -1.0], [0.5, -1.0], 0.7, 2.0, 0.1)
-    assert Profile(**json.loads(json.dumps(asdict(one)))) == one
 
 
 # All ranks' trace.
@@ -127,23 +111,6 @@ def test_the_trace_keeps_what_was_measured(case: tuple[list[TensorSpec], list[Pr
     for name, at in list(zip(order, starts, strict=True))[:-1]:
         assert math.isclose(at, ready_s[name], rel_tol=1e-9, abs_tol=1e-9)
     assert all(t.forward_s >= 0 and t.backward_s >= 0 for t in trace.tensors)
-
-
-def test_the_last_rank_decides() -> None:
-    trace = combine([spec(0), spec(1)], [profile([5.0, 3.0], 6.0), profile([4.0, 4.5], 7.0)])
-    assert trace is not None
-    assert [s.name for s in trace.specs] == ["t0", "t1"]
-    assert trace.ready_times_s[1] - trace.ready_times_s[0] == pytest.approx(7.0 - 4.5)
-
-
-def test_a_rank_without_gradient_is_ready_at_the_close() -> None:
-    trace = combine([spec(0), spec(1)], [profile([5.0, 3.0], 6.0), profile([4.0, -1.0], 5.0)])
-    assert trace is not None
-    assert [s.name for s in trace.specs] == ["t1", "t0"]  # t1 comes last, at 6 s
-
-
-def test_no_gradient_anywhere_gives_no_trace() -> None:
-    assert combine([spec(0)], [profile([-1.0], 1.0), profile([-1.0], 2.0)]) is None
 
 
 def test_forward_times_run_from_first_use_to_the_next() -> None:

@@ -18,7 +18,7 @@ from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.reducer import Reducer
-from wfbp.runtime.step import BufferView, Gather, GroupReady
+from wfbp.runtime.step import BufferView
 
 SPECS = tuple(TensorSpec(f"t{k}", (4,), "float32") for k in range(3))
 ALONE = Plan("layerwise", SPECS, tuple(Group((k,)) for k in (2, 1, 0)))
@@ -55,31 +55,6 @@ def install(reducer: Any, plan: Plan) -> None:
     reducer._begin(0.0)
 
 
-def groups(reducer: Any) -> list[int]:
-    return [event.group for event in reducer._events if isinstance(event, GroupReady)]
-
-
-def test_groups_are_announced_in_the_plans_order() -> None:
-    """The last one waits for the end of the step."""
-    reducer = make_reducer(ALONE)
-    reducer.mark_ready(MIDDLE, 101, None)
-    assert groups(reducer) == []
-    reducer.mark_ready(LAST, 100, None)
-    reducer.mark_ready(EARLY, 102, None)
-    assert groups(reducer) == [0, 1]
-
-
-def test_a_gradient_that_grows_once_more_is_sent_again() -> None:
-    reducer = make_reducer(ALONE)
-    for index in (EARLY, LAST):
-        reducer.mark_ready(index, 100 + index, None)
-    reducer.mark_ready(EARLY, 200, None)
-    assert reducer._unplanned == {EARLY: (200, None)}
-    reducer.mark_ready(LAST, 300, None)
-    assert reducer._unplanned == {EARLY: (200, None)}, "the last group has not left"
-    assert reducer._sources[LAST] == 300
-
-
 def test_a_gradient_that_is_gone_is_taken_back() -> None:
     """From the step where it has not left; else the ranks come to it at the step's end."""
     reducer = make_reducer(ALONE)
@@ -90,21 +65,6 @@ def test_a_gradient_that_is_gone_is_taken_back() -> None:
     assert reducer._sources[LAST] == 0
 
 
-def test_what_is_discarded_before_the_lane_has_read_of_it_is_taken_back() -> None:
-    reducer = make_reducer(ALONE)
-    for taken in (False, True):
-        for index in (EARLY, MIDDLE):
-            reducer.mark_ready(index, 100 + index, None)
-        if taken:
-            reducer._events.popleft()
-        reducer.discard()
-        assert reducer._number == int(taken)
-        assert not any(reducer._sources)
-    (close,) = reducer._events
-    assert close.step.discards
-    assert close.step.sources == [0, 101, 102], "these are kept alive until it is over"
-
-
 def test_groups_that_may_leave_early() -> None:
     reducer = make_reducer(ALONE)
     assert reducer.early_groups == [-1, 1, 0]
@@ -112,22 +72,6 @@ def test_groups_that_may_leave_early() -> None:
     assert reducer.early_groups == [-1, -1, -1]
     install(reducer, Plan("partial", SPECS[1:], (Group((1,)), Group((0,)))))
     assert reducer.early_groups == [-1, -1, 0], "a tensor outside of the plan"
-
-
-def test_passes_are_learned_at_once_and_unlearned_slowly() -> None:
-    reducer = make_reducer(ALONE)
-    for index, count in ((0, 3), (1, 1)):
-        for _ in range(count):
-            reducer.mark_ready(index, 100, None)
-    reducer._learn_passes()
-    assert reducer._expected == [3, 1, 1]
-    for _ in range(8):
-        assert reducer._expected == [3, 1, 1]
-        reducer._begin(0.0)
-        for index in range(3):
-            reducer.mark_ready(index, 100, None)
-        reducer._learn_passes()
-    assert reducer._expected == [1, 1, 1]
 
 
 def test_who_comes_after_another_thread_and_a_change_of_plans_waits_for_nothing() -> None:
@@ -150,30 +94,6 @@ def test_who_comes_after_another_thread_and_a_change_of_plans_waits_for_nothing(
     late.join(60.0)
     assert not late.is_alive()
     assert not failed
-
-
-def test_all_gathers_leave_from_the_thread_that_begins_them() -> None:
-    """The communication thread would wait for the interpreter while that one continues."""
-    reducer = make_reducer(GATHERED)
-    found: list[int] = []
-    thread = reducer._runtime.thread
-    thread.progress.side_effect = lambda: found.append(len(reducer._events))
-    reducer.gather([0] * 3, None)
-    assert found == [1]
-    thread.loop.wakeup.set.assert_called_once_with()  # that one continues them
-
-
-def test_shards_are_gathered_from_whole_gradients() -> None:
-    reducer = make_reducer(GATHERED)
-    start, stop = shard_range(SPECS[0], 1, 2)
-    shard = np.full(stop - start, 7, np.uint8)
-    reduced = [BufferView(shard, shard.ctypes.data, whole=False), None, None]
-    view = reducer.gather_gradients(reduced)[0]
-    (request,) = reducer._events
-    assert isinstance(request, Gather)
-    assert view.whole
-    assert request.sources[0] == view.address
-    assert view.data[start:stop].tolist() == shard.tolist()
 
 
 def test_whole_gradients_may_change_while_they_are_gathered() -> None:

@@ -16,29 +16,17 @@ from tests.support.local import LocalBackend, LocalWorld
 from tests.support.ranks import all_well, measure_costs, run_ranks
 from wfbp.comm.backend import Backend
 from wfbp.config import Config
-from wfbp.core.types import Op, Operation, TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 from wfbp.errors import (
     DisagreementError,
     NotInitializedError,
     PeerError,
-    StallError,
 )
 from wfbp.runtime import process, uncaught
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.named.operations import Collectives
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import JobRuntime, Runtime
-from wfbp.runtime.uncaught import describe_error
-
-
-def test_collectives_of_several_ranks() -> None:
-    def body(runtime: Runtime) -> list[bytes]:
-        buffer = np.full(3, runtime.rank, np.float32)
-        runtime.channel.call(lambda b: b.all_reduce(buffer, "float32", Op.SUM), "sum")
-        assert buffer.tolist() == [3.0] * 3
-        return runtime.channel.exchange(bytes([runtime.rank]), "names")
-
-    assert all_well(run_ranks(3, body)) == [[b"\0", b"\1", b"\2"]] * 3
 
 
 @pytest.fixture
@@ -115,20 +103,6 @@ def test_exchanges_for_different_purposes() -> None:
     assert all_well(run_ranks(3, body)) == [[b"on"] * 3] * 3
 
 
-def test_costs_are_measured_once_per_size_and_are_the_same() -> None:
-    def body(runtime: Runtime) -> Any:
-        first = measure_costs(runtime, 1000)
-        assert measure_costs(runtime, 500) == first
-        larger = measure_costs(runtime, 100_000, tuple(Operation))
-        assert larger != first
-        assert larger.reduce_scatter is not None
-        assert larger.all_gather is not None
-        return larger
-
-    costs = all_well(run_ranks(2, body))
-    assert costs[0] == costs[1]
-
-
 def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a call measures shares the one budget (less than small models are worth here)."""
     asked: list[tuple[Operation, int, float]] = []
@@ -162,14 +136,6 @@ def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> No
     runtime.shutdown()
 
 
-def test_nothing_works_after_shutdown() -> None:
-    runtime = JobRuntime(LocalWorld(1).backend(0), Config())
-    runtime.shutdown()
-    runtime.shutdown()
-    with pytest.raises(NotInitializedError, match=r"wfbp\.init\(\)"):
-        runtime.channel.exchange(b"", "late")
-
-
 def test_no_notices_are_read_once_the_backend_is_given_back() -> None:
     """The communicator is gone: Open MPI ends the job there. The same turn may be to read some."""
     backend = LocalWorld(1).backend(0)
@@ -189,21 +155,6 @@ def test_no_notices_are_read_once_the_backend_is_given_back() -> None:
     assert told[-1] == "closed"
 
 
-def test_a_failing_rank_tells_the_others() -> None:
-    """fail_job ends the world at last; before, everybody has had the reason."""
-
-    def body(runtime: Runtime) -> None:
-        if runtime.rank == 1:
-            runtime.fail_job("ValueError: no data")
-            return
-        runtime.channel.exchange(b"", "waiting")
-
-    results = run_ranks(3, body)
-    for rank in (0, 2):
-        assert isinstance(results[rank], PeerError)
-        assert str(results[rank]) == f"rank {rank} of 3: rank 1 failed: ValueError: no data"
-
-
 @pytest.mark.usefixtures("short_grace")
 def test_leaving_after_an_error_lets_the_others_leave() -> None:
     def body(runtime: Runtime) -> None:
@@ -212,18 +163,6 @@ def test_leaving_after_an_error_lets_the_others_leave() -> None:
                 runtime.channel.exchange(b"", "waiting")
 
     all_well(run_ranks(2, body, Config(timeout_s=300.0), join_s=60.0))
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (ValueError("no data"), "ValueError: no data"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (StallError("rank 0 waited"), "StallError: rank 0 waited"),
-    ],
-)
-def test_describe_error(error: BaseException, told: str) -> None:
-    assert describe_error(error) == told
 
 
 def test_what_fails_before_a_shutdown_does_not_keep_the_rank(

@@ -39,13 +39,6 @@ def shown(value: object) -> str:
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def test_every_setting_that_differs_is_named() -> None:
-    other = replace(QUICK, warmup_steps=7, replan_threshold=0.5)
-    for result in run_ranks(2, check_settings, configs={1: other}):
-        assert "WFBP_WARMUP_STEPS (rank 0: 1; rank 1: 7)" in str(result)
-        assert "WFBP_REPLAN_THRESHOLD (rank 0: 0.25; rank 1: 0.5)" in str(result)
-
-
 def test_what_concerns_one_rank_may_differ() -> None:
     other = replace(QUICK, stall_warning_s=9.0, log_level="error", timeout_s=30.0)
     all_well(run_ranks(2, check_settings, configs={1: other}))
@@ -75,11 +68,6 @@ def test_a_run_that_cannot_be_recorded(tmp_path: Path) -> None:
 # While the network is measured.
 
 
-def only_rank_0_measures(runtime: Runtime) -> None:
-    if runtime.rank == 0:
-        measure_costs(runtime, 1000)
-
-
 def test_a_measurement_hears_of_a_rank_that_failed() -> None:
     def body(runtime: Runtime) -> None:
         if runtime.rank == 1:
@@ -90,13 +78,6 @@ def test_a_measurement_hears_of_a_rank_that_failed() -> None:
     results = run_ranks(2, body, replace(QUICK, timeout_s=300.0))
     assert isinstance(results[0], PeerError)
     assert str(results[0]) == "rank 0 of 2: rank 1 failed: ValueError: no data"
-
-
-@pytest.mark.usefixtures("short_grace")
-def test_a_measurement_hears_of_a_rank_that_left() -> None:
-    results = run_ranks(2, only_rank_0_measures, replace(QUICK, timeout_s=300.0))
-    assert isinstance(results[0], PeerError)
-    assert "measuring the network's" in str(results[0])
 
 
 def test_a_measurement_does_not_wait_for_ever() -> None:

@@ -16,7 +16,6 @@ from tests.support.local import LocalWorld
 from wfbp.comm.backend import Backend, Finished, Work
 from wfbp.config import Config
 from wfbp.errors import (
-    BackendError,
     DisagreementError,
     PeerError,
     StallError,
@@ -123,10 +122,6 @@ def until(condition: Callable[[], Any]) -> None:
 # Calls.
 
 
-def test_a_call_returns_its_result(make: Make) -> None:
-    assert make().call(lambda: Finished(7), "seven") == 7
-
-
 def test_calls_run_one_after_another_in_their_order(make: Make) -> None:
     thread, works, started = make(), [Slow(), Slow()], []
 
@@ -158,29 +153,6 @@ def test_calls_of_different_queues_do_not_wait_for_each_other(make: Make) -> Non
     slow.go.set()
     caller.join(60)
     assert found == ["done"]
-
-
-def test_a_call_that_fails_concerns_its_caller_only(make: Make) -> None:
-    thread = make()
-
-    def broken() -> Work[None]:
-        raise BackendError("the link is down")
-
-    with pytest.raises(BackendError, match="the link is down"):
-        thread.call(broken, "broken")
-    failing = Slow()
-    failing.error = BackendError("lost")
-    with pytest.raises(BackendError, match="lost"):
-        thread.call(lambda: failing, "failing")
-    assert thread.error is None
-    assert thread.call(lambda: Finished(1), "next") == 1
-
-
-def test_a_posted_message_runs_on_the_thread(make: Make) -> None:
-    names: list[str] = []
-    make().post(lambda: names.append(threading.current_thread().name))
-    until(lambda: names)
-    assert names == ["wfbp-comm"]
 
 
 @pytest.mark.parametrize("polls", [False, True])
@@ -271,15 +243,6 @@ def test_a_forked_process_is_not_held_up_by_a_turn_of_its_parent(make: Make) -> 
         assert [str(error) for error in found] == ["no rank"]
     finally:
         over.set()
-
-
-def test_after_a_drive_the_thread_works_on(make: Make) -> None:
-    thread, lane = make(), StubLane()
-    thread.post(lambda: thread.loop.add_lane(lane))
-    thread.call(lambda: Finished(0), "drive")
-    loop = lane.turns
-    thread.post(lambda: None)
-    until(lambda: lane.turns > loop)
 
 
 def test_an_interrupt_while_driving_ends_the_runtime(make: Make) -> None:
@@ -422,18 +385,6 @@ def test_trouble_in_a_lane_is_kept(
     assert (thread.error is trouble) or (thread.error.__cause__ is trouble)  # type: ignore[union-attr]
 
 
-def test_a_lane_that_was_removed_has_no_more_turns(make: Make) -> None:
-    thread, lane = make(), StubLane()
-    thread.post(lambda: thread.loop.add_lane(lane))
-    until(lambda: lane.turns)
-    thread.post(lambda: thread.loop.remove_lane(lane))
-    thread.call(lambda: Finished(0), "after it")
-    loop = lane.turns
-    for _ in range(20):
-        thread.call(lambda: Finished(0), "more turns")
-    assert lane.turns == loop
-
-
 def test_idle_it_sleeps_also_after_an_error(make: Make) -> None:
     """Events that nobody reads any more must not keep it awake."""
     thread, lane = make(), StubLane()
@@ -468,55 +419,6 @@ def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptu
     assert len(caplog.records) == len(asked)
     for record in caplog.records:
         assert re.fullmatch(r"rank 0 of 2 has waited \d+ s: allreduce of x", record.getMessage())
-
-
-def test_a_lane_stands_still(make: Make) -> None:
-    thread, lane = make(timeout_s=0.2), StubLane()
-    lane.busy = True
-    lane.waiting_since = time.monotonic()
-    thread.post(lambda: thread.loop.add_lane(lane))
-    until(lambda: lane.error)
-    assert re.match(r"rank 0 of 2 waited \d+ s \(stub lane\)", str(lane.error))
-
-
-@pytest.mark.usefixtures("short_grace")
-def test_waiting_for_one_who_left(make: Make) -> None:
-    thread, slow = make(timeout_s=60.0), Slow()
-    caller, found = in_thread(lambda: thread.call(lambda: slow, "barrier"))
-
-    def left() -> None:
-        thread.loop.watch.note_left(1, "has left")
-
-    thread.post(left)
-    caller.join(60)
-    assert isinstance(found[0], PeerError)
-    assert str(found[0]).startswith("rank 0 of 2 waits (barrier), but rank 1 has left. Every rank")
-
-
-def test_one_who_left_is_no_trouble_where_nobody_waits(make: Make) -> None:
-    thread = make()
-    thread.loop.watch.note_left(1, "has left")
-    time.sleep(0.2)
-    assert thread.call(lambda: Finished(1), "own") == 1
-    assert thread.error is None
-
-
-def test_describe(make: Make) -> None:
-    thread, slow = make(), Slow()
-    assert thread.loop.describe() == "idle"
-    caller, _ = in_thread(lambda: thread.call(lambda: slow, "barrier"))
-    until(lambda: "barrier" in thread.loop.describe())
-    slow.go.set()
-    caller.join(60)
-
-
-def test_a_reply_brings_results_and_errors() -> None:
-    reply: Reply[int] = Reply()
-    reply.put(3)
-    assert reply.get() == 3
-    reply.fail(PeerError("gone"))
-    with pytest.raises(PeerError):
-        reply.get()
 
 
 def test_events_wake_a_thread_that_stood_by_while_there_was_no_room(
