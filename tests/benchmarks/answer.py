@@ -69,40 +69,25 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; ``--json`` writes one object instead of a table."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks answer", description=__doc__)
     parser.add_argument("--trace", type=Path, default=EXAMPLE_TRACES / "densenet-201.json")
     parser.add_argument("--schedule", action="append", choices=(*PLANNERS, "all"))
     parser.add_argument("--rounds", type=int, default=5, help="processes per case (default 5)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error(f"--rounds: expected at least 1, found {arguments.rounds}")
     schedules = arguments.schedule or SCHEDULES
     times = measure(arguments.trace, schedules, arguments.rounds)
-    if arguments.json:
-        rows = [{"schedule": s, "cost": kind, "seconds": t} for (s, kind), t in times.items()]
-        print(json.dumps({"environment": environment(), "results": rows}, indent=1))
-        return 0
+    rows = []
+    for schedule in schedules:
+        found = [times[schedule, kind] for kind in kinds()]
+        rows.append([schedule, *(f"{statistics.median(t):.2f} ({max(t):.2f})" for t in found)])
     print_table(
         f"wfbp plan {arguments.trace.name} --json: median seconds (largest) of "
         f"{arguments.rounds}; target {LIMIT_S} s",
         ("<schedule", *kinds()),
-        [
-            (
-                schedule,
-                *(
-                    f"{statistics.median(t):.2f} ({max(t):.2f})"
-                    for kind in kinds()
-                    for t in [times[schedule, kind]]
-                ),
-            )
-            for schedule in schedules
-        ],
+        rows,
     )
     print_facts(environment())
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,6 @@ MPI library's blocking call is in the table, too.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from datetime import timedelta
@@ -39,7 +38,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--models", nargs="*", default=["mlp", "gpt", "fsdp2-gpt"])
     parser.add_argument("--sizes", nargs="*", default=SIZES, help="of messages")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     register()
     torch.set_num_threads(1)
@@ -52,9 +50,7 @@ def main(argv: Sequence[str]) -> None:
     for size in arguments.sizes:
         for name, calls in _collectives(num_bytes(size), groups).items():
             rows.append((f"{name} {size}", *_compare(calls, arguments.rounds)))
-    if dist.get_rank() == 0 and arguments.json:
-        print(json.dumps(rows))
-    elif dist.get_rank() == 0:
+    if dist.get_rank() == 0:
         shown = [
             [
                 title,

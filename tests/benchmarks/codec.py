@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from tests.benchmarks.machine import environment, print_facts
-from tests.benchmarks.pack import ROUND_S, seconds
+from tests.benchmarks.turns import Step, samples
 from wfbp import native
+from wfbp.cli.tables import print_table
 from wfbp.core.types import CODECS, TensorSpec
 
 SIZES = (256 << 10, 16 << 20)
 """Bytes of float32."""
-ROUNDS = 9
+ROUNDS, ROUND_S = 9, 1e-3
 
 
-def ways(nbytes: int, codec: str) -> dict[str, Callable[[], object]]:
+def ways(nbytes: int, codec: str) -> dict[str, Step]:
     """Functions to time, on arrays of so many bytes of float32."""
     source = np.random.default_rng(0).standard_normal(nbytes // 4, np.float32)
     out, total, error = np.zeros((3, source.size), np.float32)
@@ -41,19 +42,14 @@ def measure(nbytes: int, instructions: str, codec: str) -> dict[str, float]:
     """The best GB/s of each way with these kernels."""
     native.use_instructions(instructions)
     try:
-        timed = ways(nbytes, codec)
-        calls = {name: max(1, round(ROUND_S / seconds(way, 3))) for name, way in timed.items()}
-        best = dict.fromkeys(timed, 0.0)
-        for _ in range(ROUNDS):
-            for name, way in timed.items():
-                best[name] = max(best[name], nbytes / seconds(way, calls[name]) / 1e9)
-        return best
+        times = samples(ways(nbytes, codec), ROUNDS, ROUND_S)
     finally:
         native.use_instructions(native.INSTRUCTIONS)
+    return {name: nbytes / min(seconds) / 1e9 for name, seconds in times.items()}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, and print a table or JSON."""
+    """Measure, and print tables or JSON."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks codec", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(argv)
@@ -64,14 +60,15 @@ def main(argv: Sequence[str]) -> int:
         for size in SIZES
         for name in kernels
     ]
-    facts = environment()
     if arguments.json:
-        print(json.dumps({"benchmark": "codec", "machine": facts, "rows": rows}, indent=2))
+        print(json.dumps({"benchmark": "codec", "machine": environment(), "rows": rows}))
         return 0
-    print_facts(facts)
     for row in rows:
-        print(f"\n{row['codec']}, {row['nbytes'] >> 10} KiB, {row['kernels']} kernels")
-        print(f"  {'':<26}{'GB/s':>10}{'of memcpy':>11}")
-        for name, speed in row["gb_per_s"].items():
-            print(f"  {name:<26}{speed:>10.2f}{speed / row['gb_per_s']['memcpy']:>10.2f}x")
+        speeds = row["gb_per_s"]
+        print_table(
+            f"{row['codec']}, {row['nbytes'] >> 10} KiB, {row['kernels']} kernels",
+            ("<way", "GB/s", "of memcpy"),
+            [(name, f"{s:.2f}", f"{s / speeds['memcpy']:.2f}") for name, s in speeds.items()],
+        )
+    print_facts(environment())
     return 0

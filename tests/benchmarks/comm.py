@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from tests.benchmarks.machine import environment, print_facts, thread_seconds, usage
+from tests.benchmarks.machine import environment, print_facts, thread_seconds
+from tests.benchmarks.turns import Timing
 from wfbp.cli.tables import print_table
 from wfbp.comm.arrays import Buffer, split
 from wfbp.comm.backend import Backend, Work
@@ -41,22 +40,15 @@ CHUNKS = (1 << 20, 4 << 20)
 BACKEND = "wfbp"
 
 
-@dataclass(frozen=True, slots=True)
-class Contestant:
-    """One way to carry out a collective.
-
-    Args:
-        name: for tables.
-        operation: what it carries out.
-        act: does it on a buffer that every rank has filled with its rank + 1; the equal blocks of
-            a reduce-scatter or an all-gather are those of ``split``.
-        result: what this rank then has to look at.
-    """
+class Contestant(NamedTuple):
+    """One way to carry out a collective: ``act`` on a buffer that every rank has filled with its
+    rank + 1 (the blocks of a reduce-scatter or an all-gather are those of ``split``), after which
+    this rank looks at ``result``."""
 
     name: str
     operation: Operation
     act: Callable[[Buffer], object]
-    result: Callable[[Buffer], Buffer]
+    result: Callable[[Buffer], Buffer] = lambda data: data
 
 
 def wanted(operation: Operation, numel: int, rank: int, size: int) -> Buffer:
@@ -95,49 +87,37 @@ def contestants(comm: MPI.Comm, backend: Backend) -> list[Contestant]:
     def counts(data: Buffer) -> list[int]:
         return [4 * length for length in lengths(data.size)]
 
+    def reduced(data: Buffer) -> None:
+        wait(backend.all_reduce(data, "float32", Op.SUM), waiter)
+
+    def scattered(data: Buffer) -> None:
+        wait(backend.reduce_scatter(data, counts(data), "float32", Op.SUM), waiter)
+
     return [
-        Contestant("MPI, whole", reduce, lambda x: comm.Allreduce(MPI.IN_PLACE, x), _all),
+        Contestant("MPI, whole", reduce, lambda x: comm.Allreduce(MPI.IN_PLACE, x)),
         *(
-            Contestant(
-                f"MPI, {nbytes >> 20} MiB chunks",
-                reduce,
-                lambda x, nbytes=nbytes: in_chunks(x, nbytes),  # type: ignore[misc]
-                _all,
-            )
+            Contestant(f"MPI, {nbytes >> 20} MiB chunks", reduce, partial(in_chunks, nbytes=nbytes))
             for nbytes in CHUNKS
         ),
-        Contestant(
-            BACKEND, reduce, lambda x: wait(backend.all_reduce(x, "float32", Op.SUM), waiter), _all
-        ),
+        Contestant(BACKEND, reduce, reduced),
         Contestant(
             "MPI, reduce-scatter",
             scatter,
             lambda x: comm.Reduce_scatter(x, apart(x.size), lengths(x.size)),
             lambda x: apart(x.size),
         ),
-        Contestant(
-            f"{BACKEND}, reduce-scatter",
-            scatter,
-            lambda x: wait(backend.reduce_scatter(x, counts(x), "float32", Op.SUM), waiter),
-            own,
-        ),
+        Contestant(f"{BACKEND}, reduce-scatter", scatter, scattered, own),
         Contestant(
             "MPI, all-gather",
             gather,
             lambda x: comm.Allgatherv(MPI.IN_PLACE, [x, lengths(x.size)]),
-            _all,
         ),
         Contestant(
             f"{BACKEND}, all-gather",
             gather,
             lambda x: wait(backend.all_gather(x, counts(x)), waiter),
-            _all,
         ),
     ]
-
-
-def _all(data: Buffer) -> Buffer:
-    return data
 
 
 SWEEP_KIB = [
@@ -158,13 +138,12 @@ def sweep(comm: MPI.Comm) -> list[Contestant]:
             f"{chunk_kib} KiB, {window_kib} KiB",
             Operation.ALL_REDUCE,
             lambda x: wait(backend.all_reduce(x, "float32", Op.SUM), waiter),
-            _all,
         )
 
     def whole(data: Buffer) -> None:
         comm.Allreduce(MPI.IN_PLACE, data)
 
-    library = Contestant("MPI, whole", Operation.ALL_REDUCE, whole, _all)
+    library = Contestant("MPI, whole", Operation.ALL_REDUCE, whole)
     return [library, *(of(chunk, window) for chunk, window in SWEEP_KIB)]
 
 
@@ -173,31 +152,13 @@ MESSAGE_BYTES = (256 << 10, 1 << 20, 4 << 20, TOTAL_BYTES)
 POSTED_AHEAD = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Messages of one size, one after the other.
+def measure_streams(
+    backend: Backend, bits_per_s: float, num_rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Time streams of messages alternately; between two hosts each byte crosses once each way.
 
-    Args:
-        urgent: whether the training thread would be blocked.
-        rate: payload bits per second over the link's, medians.
-        least_rate: the same of the slowest round.
-        cpu_share: of a core, of the thread that communicates.
-    """
-
-    nbytes: int
-    urgent: bool
-    rate: float
-    least_rate: float
-    cpu_share: float
-
-
-def measure_streams(backend: Backend, bits_per_s: float, num_rounds: int) -> Iterator[Stream]:
-    """Time streams alternately; between two hosts each byte crosses once each way.
-
-    Args:
-        backend: spoken to by this thread only.
-        bits_per_s: what the link can carry, each way.
-        num_rounds: of every kind of stream.
+    ``urgent`` is whether the training thread would be blocked. Rates are payload bits per second
+    over ``bits_per_s``, which the link can carry each way: the median and the slowest round's.
     """
     data = np.ones(TOTAL_BYTES // 4, np.float32)
     waiter = Waiter.watching(backend)
@@ -216,8 +177,13 @@ def measure_streams(backend: Backend, bits_per_s: float, num_rounds: int) -> Ite
             times[nbytes, urgent].append((elapsed_s, time.thread_time() - cpu_s))
     for (nbytes, urgent), rows in times.items():
         rates = [ideal_s / elapsed_s for elapsed_s, _ in rows]
-        share = statistics.median(cpu_s / elapsed_s for elapsed_s, cpu_s in rows)
-        yield Stream(nbytes, urgent, statistics.median(rates), min(rates), share)
+        yield {
+            "nbytes": nbytes,
+            "urgent": urgent,
+            "rate": statistics.median(rates),
+            "least_rate": min(rates),
+            "cpu_share": statistics.median(cpu_s / elapsed_s for elapsed_s, cpu_s in rows),
+        }
 
 
 def _send(
@@ -241,26 +207,10 @@ SIZES = tuple(4 << 10 << (2 * k) for k in range(8))
 LATE_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Microseconds per collective of one contestant at one size.
-
-    Args:
-        spread_us: between the first and the third quartile.
-    """
-
-    contestant: str
-    operation: str
-    nbytes: int
-    median_us: float
-    least_us: float
-    spread_us: float
-
-
 def measure(
     comm: MPI.Comm, ways: Sequence[Contestant], nbytes: int, num_rounds: int
-) -> list[Timing]:
-    """Check what each contestant gives, then time them in turns."""
+) -> list[dict[str, Any]]:
+    """Check what each contestant gives, then time them in turns: microseconds per collective."""
     data = np.empty(nbytes // 4, np.float32)
     times = np.zeros((len(ways), num_rounds))
     for turn in range(-1, num_rounds):  # the first, untimed, finds cold memory
@@ -276,12 +226,12 @@ def measure(
             if not np.array_equal(way.result(data), want):
                 raise RuntimeError(f"{way.name} gave a wrong result at {nbytes} bytes")
     slowest = np.max(comm.allgather(times), axis=0) * 1e6
-    return [_timing(way, nbytes, row.tolist()) for way, row in zip(ways, slowest, strict=True)]
-
-
-def _timing(way: Contestant, nbytes: int, values_us: list[float]) -> Timing:
-    first, median, third = statistics.quantiles(values_us, n=4)
-    return Timing(way.name, way.operation.value, nbytes, median, min(values_us), third - first)
+    found = []
+    for way, values_us in zip(ways, slowest.tolist(), strict=True):
+        of_rounds = {f"{key}_us": us for key, us in Timing.of(values_us)._asdict().items()}
+        about = {"contestant": way.name, "operation": way.operation.value, "nbytes": nbytes}
+        found.append(about | of_rounds)
+    return found
 
 
 def cpu_shares(comm: MPI.Comm, backend: MpiBackend) -> dict[str, float]:
@@ -327,44 +277,46 @@ def main(argv: Sequence[str]) -> int:
     comm = MPI.COMM_WORLD.Dup()
     if arguments.sweep:
         timings = measure(comm, sweep(comm), arguments.max_bytes, arguments.rounds)
-        if comm.rank == 0:
-            _show_sweep(machine(comm), timings, arguments.json)
+        if comm.rank == 0 and arguments.json:
+            print(json.dumps({"benchmark": "comm sweep", "timings": timings}))
+        elif comm.rank == 0:
+            columns = ("median_us", "spread_us", "least_us")
+            print_table(
+                f"All-reduces of {arguments.max_bytes:,} bytes, milliseconds",
+                ("<chunk, under way", "median", "spread", "least"),
+                [(t["contestant"], *(f"{1e-3 * t[c]:.2f}" for c in columns)) for t in timings],
+            )
+            print_facts(machine(comm))
         return 0
-    processes = comm.allgather(os.getpid())
     ways = contestants(comm, backend)
-    before = usage(processes)
     timings = []
     for nbytes in SIZES:
         if nbytes <= arguments.max_bytes:
             num_rounds = arguments.rounds * min(20, max(1, (16 << 20) // nbytes))
             timings += measure(comm, ways, nbytes, num_rounds)
-    streams: list[Stream] = []
+    streams: list[dict[str, Any]] = []
     if arguments.gbit:
         streams += measure_streams(backend, 1e9 * arguments.gbit, arguments.rounds)
-    foreign = before.foreign_cores(usage(processes))
     shares = cpu_shares(comm, backend)
     if comm.rank == 0:
-        facts = machine(comm) | {"cores used by others": f"{foreign:.1f}"}
-        _show(facts, timings, streams, shares, arguments.json)
+        _show(machine(comm), timings, streams, shares, arguments.json)
     comm.Free()
     return 0
 
 
 def _show(
     facts: dict[str, str],
-    timings: list[Timing],
-    streams: list[Stream],
+    timings: list[dict[str, Any]],
+    streams: list[dict[str, Any]],
     shares: dict[str, float],
     as_json: bool,
 ) -> None:
     if as_json:
-        document: dict[str, Any] = {"benchmark": "comm", "machine": facts, "cpu_shares": shares}
-        document["timings"] = [asdict(t) for t in timings]
-        document["streams"] = [asdict(s) for s in streams]
-        print(json.dumps(document, indent=2))
+        document = {"benchmark": "comm", "machine": facts, "cpu_shares": shares}
+        print(json.dumps({**document, "timings": timings, "streams": streams}))
         return
     print_facts(facts)
-    whole = [t for t in timings if t.operation == Operation.ALL_REDUCE.value]
+    whole = [t for t in timings if t["operation"] == Operation.ALL_REDUCE.value]
     _print_timings("All-reduce", whole)
     _print_timings("Its halves", [t for t in timings if t not in whole])
     if streams:
@@ -372,8 +324,8 @@ def _show(
             "Streams of 32 MiB: payload over what the link can carry",
             ("<message", "<training", "median", "slowest", "share of a core"),
             [
-                (_size(s.nbytes), "blocked" if s.urgent else "computes", f"{s.rate:.3f}",
-                 f"{s.least_rate:.3f}", f"{s.cpu_share:.0%}")
+                (_size(s["nbytes"]), "blocked" if s["urgent"] else "computes", f"{s['rate']:.3f}",
+                 f"{s['least_rate']:.3f}", f"{s['cpu_share']:.0%}")
                 for s in streams
             ],
         )  # fmt: skip
@@ -384,33 +336,16 @@ def _show(
     )
 
 
-def _show_sweep(facts: dict[str, str], timings: Sequence[Timing], as_json: bool) -> None:
-    if as_json:
-        rows = [asdict(t) for t in timings]
-        print(json.dumps({"benchmark": "comm sweep", "machine": facts, "timings": rows}, indent=2))
-        return
-    print_facts(facts)
-    print_table(
-        f"All-reduces of {timings[0].nbytes:,} bytes, milliseconds",
-        ("<chunk, under way", "median", "spread", "least"),
-        [
-            (t.contestant, *(f"{1e-3 * us:.2f}" for us in (t.median_us, t.spread_us, t.least_us)))
-            for t in timings
-        ],
-    )
-
-
-def _print_timings(what: str, timings: Sequence[Timing]) -> None:
-    names = list(dict.fromkeys(t.contestant for t in timings))
-    by_size: dict[int, list[Timing]] = {}
+def _print_timings(what: str, timings: Sequence[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(t["contestant"] for t in timings))
+    by_size: dict[int, list[dict[str, Any]]] = {}
     for timing in timings:
-        by_size.setdefault(timing.nbytes, []).append(timing)
-    tables: dict[str, Callable[[Timing], str]] = {
-        "microseconds, median (spread)": lambda t: f"{t.median_us:,.0f} ({t.spread_us:,.0f})",
-        "microseconds, least": lambda t: f"{t.least_us:,.0f}",
-    }
-    for title, pick in tables.items():
-        rows = [[_size(n), *(pick(t) for t in row)] for n, row in by_size.items()]
+        by_size.setdefault(timing["nbytes"], []).append(timing)
+    for title, cell in (
+        ("microseconds, median (spread)", "{median_us:,.0f} ({spread_us:,.0f})"),
+        ("microseconds, least", "{least_us:,.0f}"),
+    ):
+        rows = [[_size(n), *(cell.format(**t) for t in row)] for n, row in by_size.items()]
         print_table(f"{what}: {title}", ("size", *names), rows)
 
 

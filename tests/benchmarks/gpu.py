@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,46 +24,27 @@ import numpy as np
 from tests.benchmarks.jobs import document_of
 from tests.benchmarks.machine import environment
 from tests.benchmarks.pack import Mix, resnet50_sizes
+from tests.benchmarks.turns import Step, Timing, samples
+from tests.benchmarks.turns import ratio as ratio_of
 from wfbp.cli.tables import print_table
 from wfbp.core.plan import layout
 from wfbp.core.planners import PLANNERS
 from wfbp.core.types import item_bytes
 from wfbp.cuda.pack import CudaKernels, DevicePackTable
 
-ROUND_MS = 2.0
+ROUND_S = 2e-3
 
 COPY = "device copy, one piece"
 PACK = "wfbp, pack"
 UNPACK = "wfbp, unpack"
 
 LARGE = Mix("100 MB in 160 tensors", (625_000,) * 160)
-TINY = Mix("107 tiny tensors", tuple(size for size in resnet50_sizes() if size <= 8192))
-MIXES = (LARGE, Mix("ResNet-50, 161 tensors", tuple(resnet50_sizes())), TINY)
+TINY = Mix("107 tiny tensors", tuple(n for n in resnet50_sizes() if n <= 8192))
+MIXES = (LARGE, Mix("ResNet-50, 161 tensors", resnet50_sizes()), TINY)
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Microseconds per call over the rounds.
-
-    Args:
-        mix: name of what was packed.
-        nbytes: its bytes.
-        way: who packed it.
-        median_us: of the rounds.
-        spread_us: between the first and the third quartile.
-        of_copy: the way's time over the copy's, median of the rounds' ratios.
-    """
-
-    mix: str
-    nbytes: int
-    way: str
-    median_us: float
-    spread_us: float
-    of_copy: float
-
-
-def measure(rounds: int) -> list[Timing]:
-    """Check and time every way to pack every mix, on the current device."""
+def measure(rounds: int) -> list[dict[str, Any]]:
+    """Check and time every way to pack every mix, on the current device; microseconds per call."""
     import cupy
 
     kernels = CudaKernels()
@@ -72,19 +52,27 @@ def measure(rounds: int) -> list[Timing]:
     for mix in MIXES:
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
-            samples = _time(cupy, _ways(cupy, kernels, mix, stream), stream, rounds)
-        for way, values in samples.items():
-            first, median, third = statistics.quantiles(values, n=4)
-            of_copy = statistics.median(
-                value / copy for value, copy in zip(values, samples[COPY], strict=True)
-            )
-            timings.append(Timing(mix.name, sum(mix.sizes), way, median, third - first, of_copy))
+            ways = _ways(cupy, kernels, mix, stream)
+            times = samples(ways, rounds, ROUND_S, partial(_on_device, cupy, stream))
+        for way, values in times.items():
+            median, _, spread = (1e6 * seconds for seconds in Timing.of(values))
+            row = {"mix": mix.name, "nbytes": sum(mix.sizes), "way": way, "median_us": median}
+            timings.append(row | {"spread_us": spread, "of_copy": ratio_of(times, way, COPY)})
     return timings
 
 
-def _ways(
-    cupy: Any, kernels: CudaKernels, mix: Mix, stream: Any
-) -> dict[str, Callable[[], object]]:
+def _on_device(cupy: Any, stream: Any, way: Step, calls: int) -> float:
+    """Seconds per call, by the device's clock."""
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record(stream)
+    for _ in range(calls):
+        way()
+    end.record(stream)
+    end.synchronize()
+    return 1e-3 * float(cupy.cuda.get_elapsed_time(start, end)) / calls
+
+
+def _ways(cupy: Any, kernels: CudaKernels, mix: Mix, stream: Any) -> dict[str, Step]:
     """Ways to fill or empty a buffer on a stream, each checked."""
     offsets, nbytes = layout(mix.sizes)
     # Numbers come from the host: CuPy's own would need more of the CUDA toolkit than we do.
@@ -109,7 +97,7 @@ def _ways(
         filled.pointers[:] = addresses
         return filled
 
-    def pointed(filled: DevicePackTable, act: Callable[[], object]) -> Callable[[], object]:
+    def pointed(filled: DevicePackTable, act: Step) -> Step:
         """As in a step whose gradients lie elsewhere than those of the step before."""
 
         def run() -> None:
@@ -141,7 +129,7 @@ def _ways(
 
 def _torch_ways(
     sources: list[Any], buffer: Any, offsets: tuple[int, ...], mix: Mix, stream: Any
-) -> dict[str, Callable[[], object]]:
+) -> dict[str, Step]:
     """What PyTorch offers for the same."""
     import torch
 
@@ -157,31 +145,6 @@ def _torch_ways(
             torch._foreach_copy_(slots, tensors)
 
     return {"torch._foreach_copy_": foreach_copy}
-
-
-def _time(
-    cupy: Any, ways: dict[str, Callable[[], object]], stream: Any, rounds: int
-) -> dict[str, list[float]]:
-    """Microseconds per call of every way in every round."""
-
-    def microseconds(way: Callable[[], object], calls: int) -> float:
-        start, end = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record(stream)
-        for _ in range(calls):
-            way()
-        end.record(stream)
-        end.synchronize()
-        return 1e3 * float(cupy.cuda.get_elapsed_time(start, end)) / calls
-
-    calls = {}
-    for name, way in ways.items():
-        way()
-        calls[name] = max(1, math.ceil(1e3 * ROUND_MS / microseconds(way, 5)))
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            samples[name].append(microseconds(way, calls[name]))
-    return samples
 
 
 ALONE, DDP, AUTO = TIMED = ("none", "ddp-25", "wfbp-auto")
@@ -209,7 +172,7 @@ def main(words: Sequence[str]) -> int:
     if "pack" in options.parts and not options.rehearse:
         timings = measure(options.rounds)
         show_timings(timings)
-        document["pack"] = [asdict(timing) for timing in timings]
+        document["pack"] = timings
         write()
     failed = False
     for part, num_ranks in (("one", 1), ("two", 2)):
@@ -291,20 +254,20 @@ def machine() -> dict[str, str]:
     }
 
 
-def show_timings(timings: Sequence[Timing]) -> None:
+def show_timings(timings: Sequence[dict[str, Any]]) -> None:
     """A table per mix."""
-    for mix in dict.fromkeys(timing.mix for timing in timings):
-        mine = [timing for timing in timings if timing.mix == mix]
+    for mix in dict.fromkeys(timing["mix"] for timing in timings):
+        mine = [timing for timing in timings if timing["mix"] == mix]
         print_table(
-            f"{mix}, {mine[0].nbytes / 1e6:.2f} MB",
+            f"{mix}, {mine[0]['nbytes'] / 1e6:.2f} MB",
             ("<way", "median us", "spread", "GB/s", "of copy's time"),
             [
                 (
-                    timing.way,
-                    f"{timing.median_us:.1f}",
-                    f"{timing.spread_us:.1f}",
-                    f"{timing.nbytes / timing.median_us / 1e3:.0f}",
-                    f"{timing.of_copy:.2f}",
+                    timing["way"],
+                    f"{timing['median_us']:.1f}",
+                    f"{timing['spread_us']:.1f}",
+                    f"{timing['nbytes'] / timing['median_us'] / 1e3:.0f}",
+                    f"{timing['of_copy']:.2f}",
                 )
                 for timing in mine
             ],
@@ -312,11 +275,8 @@ def show_timings(timings: Sequence[Timing]) -> None:
 
 
 def ratio(seconds: dict[str, list[float]], name: str, other: str) -> str:
-    """A contestant's step over another's, median of the rounds."""
-    if other not in seconds:
-        return "-"
-    pairs = zip(seconds[name], seconds[other], strict=True)
-    return f"{statistics.median(mine / its for mine, its in pairs):.3f}"
+    """A contestant's step over another's, if that competes."""
+    return f"{ratio_of(seconds, name, other):.3f}" if other in seconds else "-"
 
 
 def show_training(training: dict[str, Any]) -> None:

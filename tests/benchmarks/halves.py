@@ -9,26 +9,21 @@ DDP refuses its bfloat16 hook on CPUs. Contestants take turns in one set of proc
 from __future__ import annotations
 
 import argparse
-import statistics
-import warnings
 from collections.abc import Sequence
-from itertools import cycle
-from typing import Any
+from functools import partial
+from unittest.mock import patch
 
 import torch
+from mpi4py import MPI
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-import wfbp.torch
-import wfbp.torch.distributed
 from tests.benchmarks.jobs import names
-from tests.benchmarks.models import MODELS, loss
-from tests.benchmarks.turns import Step, in_turns
-from wfbp.cli.tables import print_table
+from tests.benchmarks.models import MODELS
+from tests.benchmarks.training import print_contestants
+from wfbp.bench import training
 
-NUM_BATCHES = 4
-BUCKETS_MB = (1, 25, 100)
-RATE = 1e-6
+CONTESTANTS = ("none", "ddp-1", "ddp-25", "ddp-100", "wfbp-auto")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -38,70 +33,26 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    wfbp.torch.init()
-    torch.distributed.init_process_group("gloo", init_method="wfbp://")
+    of_fp16 = partial(_halved, training._ddp)
     for model in options.models:
-        ddp: dict[str, Step] = {f"ddp-{mb}-fp16": _ddp(model, mb) for mb in BUCKETS_MB}
-        ours: dict[str, Any] = {name: _wfbp(model, name) for name in ("fp16", "bf16")}
-        steps = ddp | {f"wfbp-auto-{name}": step for name, (step, _) in ours.items()}
-        walls, cpus = in_turns(steps, options.rounds)
-        medians = {name: statistics.median(times) for name, times in walls.items()}
-        best_s = min(medians[name] for name in ddp)
-        plans = {f"wfbp-auto-{name}": optimizer.report() for name, (_, optimizer) in ours.items()}
-        rows = [
-            [
-                name,
-                f"{seconds * 1e3:.1f}",
-                f"{seconds / best_s:.3f}",
-                f"{statistics.median(cpus[name]) * 1e3:.1f}",
-                "{schedule}, {num_groups} groups".format(**plans[name]) if name in plans else "",
-            ]
-            for name, seconds in medians.items()
-        ]
-        if wfbp.torch.rank() == 0:
-            headings = ("<contestant", "median ms", "of best DDP", "CPU ms", "<plan")
-            print_table(f"{MODELS[model].title}, {wfbp.torch.size()} ranks", headings, rows)
-    torch.distributed.destroy_process_group()
-    wfbp.torch.shutdown()
+        for half in ("fp16", "bf16"):
+            with (
+                patch.object(training, "_ddp", of_fp16),
+                patch.object(training, "TOLERANCE", training.TOLERANCES[half]),
+            ):
+                found = training.run(MODELS[model], CONTESTANTS, options.rounds, "cpu", half)
+            if MPI.COMM_WORLD.rank == 0:
+                measured = {
+                    "seconds": {c.name: c.seconds for c in found},
+                    "cpu_seconds": {c.name: c.cpu_seconds for c in found},
+                    "reports": {c.name: c.report for c in found if c.report},
+                }
+                job = {"ranks": MPI.COMM_WORLD.size, "compression": half}
+                print_contestants(f"{MODELS[model].title}, DDP sends fp16", {**job, **measured})
 
 
-def _ddp(model: str, bucket_mb: int) -> Step:
-    torch.manual_seed(0)
-    body = MODELS[model].build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # an option's name depends on the version
-        module = nn.parallel.DistributedDataParallel(
-            body, bucket_cap_mb=bucket_mb, broadcast_buffers=False
-        )
+def _halved(make: training.Any, model: nn.Module, mib: str) -> nn.Module:
+    """DDP that sends 16 bits."""
+    module: nn.parallel.DistributedDataParallel = make(model, mib)
     module.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return _step(model, module, _sgd(body))
-
-
-def _wfbp(model: str, half: str) -> tuple[Step, Any]:
-    """A step after the plan is installed, and the optimizer."""
-    torch.manual_seed(0)
-    body = MODELS[model].build()
-    compression = getattr(wfbp.torch.Compression, half)
-    optimizer = wfbp.torch.DistributedOptimizer(
-        _sgd(body), body.named_parameters(), compression=compression
-    )
-    step = _step(model, body, optimizer)
-    while optimizer.report().get("phase") != "installed":
-        step()
-    return step, optimizer
-
-
-def _sgd(body: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(body.parameters(), lr=RATE, momentum=0.9)
-
-
-def _step(model: str, module: nn.Module, optimizer: Any) -> Step:
-    generator = torch.Generator().manual_seed(wfbp.torch.rank())
-    batches = cycle([MODELS[model].batch(generator) for _ in range(NUM_BATCHES)])
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(module, next(batches)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    return step
+    return module

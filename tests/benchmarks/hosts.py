@@ -11,7 +11,6 @@ host, also what ``wfbp simulate`` predicts for two levels.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -33,12 +32,11 @@ SIZES = (64 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print; ``--json`` writes one object."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks hosts", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--between", help="costs of hosts with one rank each")
     parser.add_argument("--within", help="costs of the ranks of one host")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     levels, alone = MpiBackend(), MpiBackend(reproducible=True)
     hosts = levels._topology.hosts
@@ -53,10 +51,7 @@ def main(argv: Sequence[str]) -> int:
             times = _compare(operation, nbytes, (levels, alone), arguments.rounds)
             predicted_s = costs.of(operation)(nbytes) if costs else float("nan")
             rows.append((operation.value, nbytes, *times, predicted_s))
-    if levels.rank == 0 and arguments.json:
-        keys = ("operation", "bytes", "levels_s", "alone_s", "predicted_s")
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows]))
-    elif levels.rank == 0:
+    if levels.rank == 0:
         print_table(
             f"{levels.size} ranks on {len(hosts)} hosts",
             ("<collective", "MiB", "two levels ms", "alone ms", "ratio", "predicted ms"),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from tests.benchmarks.jax_contestants import CONTESTANTS, FLAT, MODELS
 from tests.benchmarks.jobs import document_of, names
@@ -35,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     if options.overlap:
         from tests.benchmarks import jax_overlap
 
-        return jax_overlap.main(options.folder, options.rounds)
+        return jax_overlap.main(options.rounds)
     if options.leaf:
         from tests.benchmarks import jax_leaf
 
@@ -61,7 +60,6 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--contestants", type=names(CONTESTANTS), default=list(CONTESTANTS))
     add_arguments(parser, MODELS, list(MODELS))
     parser.add_argument("--overlap", action="store_true", help="how much backward hides")
-    parser.add_argument("--folder", type=Path, help="with --overlap: where the timeline goes")
     parser.add_argument("--leaf", action="store_true", help="what announcing a gradient costs")
     options = parser.parse_args(words)
     options.contestants = list(dict.fromkeys([FLAT, *options.contestants]))

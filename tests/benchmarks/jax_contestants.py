@@ -167,8 +167,6 @@ FLAT = "mpi-flat"
 GLOO = "gloo-psum"
 MPI4JAX = ("mpi4jax-per-leaf", "mpi4jax-flat")
 SCHEDULES = ("auto", "oasr", "mgwfbp", "layerwise", "single", "threshold")
-
-Grad = Callable[[Params, Batch], tuple[Any, Params]]
 Update = Callable[[Params, Params, Params, Any], tuple[Params, Params]]
 
 

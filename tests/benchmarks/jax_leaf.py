@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import wfbp.jax as wfbp
 from tests.benchmarks.jax_contestants import mlp
-from tests.benchmarks.jax_overlap import emulated, interleaved, medians, settle
+from tests.benchmarks.jax_overlap import emulated, medians, settle
 from wfbp.cli.tables import print_table
 from wfbp.config import Config
 
@@ -63,4 +63,4 @@ def _step_times(leaves: int, rounds: int) -> dict[str, float]:
         name = f"{schedule}, {leaves} leaves"
         steps[schedule] = partial(jax.jit(wfbp.grad(loss, schedule=schedule, name=name)), params, x)
         settle(steps[schedule], name)
-    return medians(interleaved(steps, max(rounds, 20)))
+    return medians(steps, max(rounds, 20))

@@ -3,24 +3,15 @@
 One process, which computes on one core, with a 20-layer network on an emulated link on which all
 gradients in one message take 60% of backward's time. Whole steps are timed in turn: without
 communication, with everything in one message behind backward (which hides nothing), and with wfbp.
-The timeline of one iteration is printed, and written as a page where a folder is named.
 """
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
-import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,12 +19,10 @@ import jax.numpy as jnp
 
 import wfbp.jax as wfbp
 from tests.benchmarks.jax_contestants import Params, mlp
+from tests.benchmarks.turns import samples
 from tests.support.emulated_link import Curve, EmulatedLink
 from wfbp.cli.tables import print_table
 from wfbp.config import Config
-from wfbp.runtime.recorder import KEPT_ITERATIONS
-
-MOST_STEPS = 1000
 
 
 def compute_on_one_core() -> None:
@@ -63,31 +52,19 @@ def settle(step: Callable[[], Any], name: str) -> None:
     Raises:
         RuntimeError: it does not.
     """
-    for _ in range(MOST_STEPS):
+    for _ in range(1000):
         jax.block_until_ready(step())
         if wfbp.report()[name]["phase"] == "installed":
             return
-    raise RuntimeError(f"{name} has not installed a plan after {MOST_STEPS} steps")
+    raise RuntimeError(f"{name} has not installed a plan")
 
 
-def interleaved(
-    contestants: Mapping[str, Callable[[], Any]], rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of each contestant's steps, one of each in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for act in contestants.values():
-        jax.block_until_ready(act())
-    for _ in range(rounds):
-        for name, act in contestants.items():
-            start_s = time.perf_counter()
-            jax.block_until_ready(act())
-            seconds[name].append(time.perf_counter() - start_s)
-    return seconds
-
-
-def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """The median of each."""
-    return {name: statistics.median(times) for name, times in seconds.items()}
+def medians(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The median seconds of each contestant's steps, one of each in turn."""
+    steps = {
+        name: lambda act=act: jax.block_until_ready(act()) for name, act in contestants.items()
+    }
+    return {name: statistics.median(s) for name, s in samples(steps, rounds, 0.0).items()}
 
 
 DEPTH, WIDTH, BATCH = 20, 512, 512
@@ -96,31 +73,26 @@ SHARE = 0.6
 ALPHA_S = 1e-4
 LIMIT = 0.25
 SCHEDULES = ("single", "auto")
-COLUMNS = 72
 
 
-def main(folder: Path | None, rounds: int) -> int:
-    """Measure, print, and write the page."""
+def main(rounds: int) -> int:
+    """Measure and print."""
     compute_on_one_core()
     params = mlp(0, DEPTH, WIDTH)
     x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
     whole = _training(jax.grad(_loss), params, x)
     forward = partial(jax.jit(_loss), params, x)
-    alone = medians(interleaved({"forward": forward, "whole": whole}, 10))
+    alone = medians({"forward": forward, "whole": whole}, 10)
     link_s = SHARE * (alone["whole"] - alone["forward"])
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     beta = (link_s - ALPHA_S) / num_bytes
-    runs = folder or _scratch()
-    with emulated(lambda n: ALPHA_S + beta * n, Config(record=str(runs), replan_threshold=0.0)):
+    with emulated(lambda n: ALPHA_S + beta * n, Config(replan_threshold=0.0)):
         steps: dict[str, Any] = {"no communication": whole}
         for schedule in SCHEDULES:
             grad = wfbp.grad(_loss, schedule=schedule, name=schedule)
             steps[schedule] = _training(grad, params, x)
             settle(steps[schedule], schedule)
-            for _ in range(2 * KEPT_ITERATIONS):  # recorded one after another, without the others
-                jax.block_until_ready(steps[schedule]())
-        recorded = json.loads((runs / "auto.rank0.json").read_text())
-        times = medians(interleaved(steps, max(rounds, 10)))
+        times = medians(steps, max(rounds, 10))
         groups = {name: wfbp.report()[name]["num_groups"] for name in SCHEDULES}
     print_table(
         f"{DEPTH} layers, {num_bytes / 1e6:.1f} MB, {link_s * 1e3:.1f} ms on the link: "
@@ -128,17 +100,7 @@ def main(folder: Path | None, rounds: int) -> int:
         ("<step", "groups", "median ms", "of the communication exposed", "at most", ""),
         [_row(name, times, link_s, groups) for name in times],
     )
-    print(timeline(recorded))
-    if folder is not None:
-        subprocess.run([sys.executable, "-m", "wfbp", "report", str(folder)], check=True)
     return 0
-
-
-def _scratch() -> Path:
-    """A folder until this process ends: what is recorded is written again then."""
-    folder = tempfile.mkdtemp(prefix="wfbp-bench-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
 
 
 def _training(grad: Callable[..., Params], params: Params, x: jax.Array) -> Callable[[], Params]:
@@ -173,34 +135,3 @@ def _row(
     verdict = ("met" if exposed <= LIMIT else "missed") if name == "auto" else ""
     limit = f"{LIMIT:.0%}" if name == "auto" else ""
     return (name, str(groups[name]), median, f"{exposed:.0%}", limit, verdict)
-
-
-def timeline(run: dict[str, Any], columns: int = COLUMNS) -> str:
-    """The last recorded iteration as text: when gradients were ready, and each message's time.
-
-    Args:
-        run: a rank's record, ``wfbp-run/1``.
-        columns: width of the time axis.
-    """
-    last = run["iterations"][-1]
-    scale = columns / last["done_s"]
-
-    def at(moment_s: float) -> int:
-        return min(columns - 1, int(moment_s * scale))
-
-    ready = [" "] * columns
-    for moment_s in last["ready_s"]:
-        if moment_s is not None:
-            ready[at(moment_s)] = "|"
-    lines = [
-        f"one iteration, {last['done_s'] * 1e3:.1f} ms; '|' a gradient is ready, '=' a message "
-        "under way",
-        f"{'gradients':>12} {''.join(ready)}",
-    ]
-    for group in last["groups"]:
-        first, end = at(group["start_s"]), at(group["end_s"])
-        bar = " " * first + "=" * (end - first + 1)
-        lines.append(f"{'message ' + str(group['group']):>12} {bar}")
-    closed = at(last["closed_s"])
-    lines.append(f"{'compute':>12} {'#' * (closed + 1)}")
-    return "\n".join(lines)

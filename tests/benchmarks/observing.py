@@ -1,6 +1,6 @@
 """The cost of observing training: the timeline, and a line of statistics per step.
 
-    mpirun -np 2 python -m tests.benchmarks observing [--json]
+    mpirun -np 2 python -m tests.benchmarks observing
 
 One distributed optimizer trains the MLP of the training benchmark by one plan. Three kinds of
 blocks of steps alternate:
@@ -17,7 +17,6 @@ the added work alone. Use it if the machine is too noisy to show one percent.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import tempfile
@@ -53,7 +52,6 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each kind")
     parser.add_argument("--steps", type=int, default=40, help="steps of a block")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     wfbp.init()
@@ -172,9 +170,6 @@ def _show(
             cells[f"{clock} added"] = f"{middle:+.2f}% ({low:+.2f} to {high:+.2f})"
         cells["its own CPU time"] = f"{own[name] * 1e6:.0f} us"
         table.append(cells)
-    if arguments.json:
-        print(json.dumps({"phase": phase, "rounds": arguments.rounds, "rows": table}))
-        return
     print_table(
         f"A step of the MLP, {wfbp.size()} ranks, plan {phase}; median and quartiles of "
         f"{arguments.rounds} blocks of {arguments.steps} steps",

@@ -12,33 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 import wfbp
 from tests.benchmarks.comm import machine
-from tests.benchmarks.machine import print_facts, usage
+from tests.benchmarks.machine import print_facts
 from wfbp.cli.tables import print_table
 
 IDLE_S = 3.0
 LARGE_BYTES = 64_000_000
-
-
-class Row(TypedDict):
-    """Microseconds per call of one operation."""
-
-    operation: str
-    nbytes: int
-    first_quartile_us: float
-    median_us: float
-    third_quartile_us: float
 
 
 def main(argv: Sequence[str]) -> None:
@@ -53,15 +42,12 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     wfbp.init()
     comm = MPI.COMM_WORLD.Dup()
-    processes = comm.allgather(os.getpid())
-    before = usage(processes)
     rows = [
         row
         for nbytes in arguments.bytes
         for row in _measure(comm, nbytes, arguments.rounds, arguments.calls)
     ]
     facts = machine(comm)
-    facts["cores used by others"] = f"{before.foreign_cores(usage(processes)):.1f}"
     idle = _idle_share(comm)
     if comm.rank == 0:
         if arguments.json:
@@ -98,7 +84,7 @@ def _operations(comm: MPI.Intracomm, nbytes: int) -> dict[str, Callable[[], obje
     return calls
 
 
-def _measure(comm: MPI.Intracomm, nbytes: int, rounds: int, calls: int) -> list[Row]:
+def _measure(comm: MPI.Intracomm, nbytes: int, rounds: int, calls: int) -> list[dict[str, Any]]:
     operations = _operations(comm, nbytes)
     if nbytes >= LARGE_BYTES:
         calls = 3
@@ -114,18 +100,11 @@ def _measure(comm: MPI.Intracomm, nbytes: int, rounds: int, calls: int) -> list[
             slowest = np.max(comm.allgather(block), axis=0) * 1e6
             if turn >= 0:
                 times[name] += slowest.tolist()
-    rows: list[Row] = []
+    rows = []
     for name, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4)
-        rows.append(
-            {
-                "operation": name,
-                "nbytes": nbytes,
-                "first_quartile_us": low,
-                "median_us": middle,
-                "third_quartile_us": high,
-            }
-        )
+        quartiles = {"first_quartile_us": low, "median_us": middle, "third_quartile_us": high}
+        rows.append({"operation": name, "nbytes": nbytes, **quartiles})
     return rows
 
 
@@ -138,7 +117,7 @@ def _idle_share(comm: MPI.Intracomm) -> float:
     return max(comm.allgather(share))
 
 
-def _show(facts: dict[str, str], rows: Sequence[Row], idle: float) -> None:
+def _show(facts: dict[str, str], rows: Sequence[dict[str, Any]], idle: float) -> None:
     print_facts(facts)
     print_table(
         "Microseconds from the call to its result",

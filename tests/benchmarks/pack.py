@@ -1,28 +1,26 @@
 """``python -m tests.benchmarks pack``: filling a fusion buffer, against memcpy.
 
-The contestants take turns round by round, so that foreign load meets them all; each round runs
-one contestant for about a millisecond or one call, whichever is longer. *memcpy* copies the same
-number of bytes in one piece: what no packing of separate tensors can be expected to beat (but
-large buffers can: see ``csrc/pack_table.h`` on streaming).
+Each round runs one contestant for about a millisecond or one call, whichever is longer. *memcpy*
+copies the same number of bytes in one piece: what no packing of separate tensors can be expected to
+beat (but large buffers can: see ``csrc/pack_table.h`` on streaming).
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from tests.benchmarks.machine import environment, print_facts
+from tests.benchmarks.turns import Step, Timing, ratio, samples
 from wfbp import native
+from wfbp.cli.inputs import EXAMPLE_TRACES
+from wfbp.cli.tables import print_table
 from wfbp.core.plan import layout
-
-ROUND_S = 1e-3
+from wfbp.core.trace import Trace
 
 MEMCPY = "memcpy, one piece"
 
@@ -35,43 +33,14 @@ class Mix:
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Microseconds per call over the rounds, and speed against memcpy.
-
-    Args:
-        spread_us: between the first and the third quartile.
-        speed: memcpy's time over this one's, median of the rounds' ratios.
-    """
-
-    median_us: float
-    least_us: float
-    spread_us: float
-    speed: float
-
-
-def resnet50_sizes() -> Iterator[int]:
-    """Bytes of ResNet-50's 161 parameters: convolutions, two per batch norm, the classifier."""
-
-    def convolution(inputs: int, outputs: int, kernel: int) -> list[int]:
-        return [inputs * outputs * kernel * kernel, outputs, outputs]
-
-    numels = convolution(3, 64, 7)
-    inputs = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            numels += convolution(inputs, width, 1) + convolution(width, width, 3)
-            numels += convolution(width, 4 * width, 1)
-            if block == 0:
-                numels += convolution(inputs, 4 * width, 1)
-            inputs = 4 * width
-    numels += [2048 * 1000, 1000]
-    return (4 * numel for numel in numels)
+def resnet50_sizes() -> tuple[int, ...]:
+    """Bytes of ResNet-50's 161 parameters."""
+    return tuple(spec.nbytes for spec in Trace.load(EXAMPLE_TRACES / "resnet-50.json").specs)
 
 
 def mixes() -> list[Mix]:
     """A whole model in one buffer, a buffer of usual size, and the small tensors of a model."""
-    model = tuple(resnet50_sizes())
+    model = resnet50_sizes()
     return [
         Mix("ResNet-50, 161 tensors", model),
         Mix("160 equal tensors", (32768,) * 160),
@@ -79,7 +48,7 @@ def mixes() -> list[Mix]:
     ]
 
 
-def contestants(mix: Mix) -> dict[str, Callable[[], object]]:
+def contestants(mix: Mix) -> dict[str, Step]:
     """Ways to fill the same buffer, each checked to give the same bytes."""
     offsets, nbytes = layout(mix.sizes)
     random = np.random.default_rng(0)
@@ -97,78 +66,38 @@ def contestants(mix: Mix) -> dict[str, Callable[[], object]]:
         for slot, tensor in zip(slots, sources, strict=True):
             np.copyto(slot, tensor)
 
-    def table() -> native.PackTable:
-        filled = native.PackTable(destination, offsets, mix.sizes, "float32")
-        filled.pointers[:] = [tensor.ctypes.data for tensor in sources]
-        return filled
-
-    ways: dict[str, Callable[[], object]] = {
-        "numpy.copyto per tensor": per_tensor,
-        "wfbp": table().pack,
-    }
+    table = native.PackTable(destination, offsets, mix.sizes, "float32")
+    table.pointers[:] = [tensor.ctypes.data for tensor in sources]
     per_tensor()
     expected = destination.copy()
-    for name, way in ways.items():
-        destination[:] = 0
-        way()
-        if not np.array_equal(destination, expected):
-            raise RuntimeError(f"{name} packed something else than numpy.copyto did")
-    return {MEMCPY: memcpy, **ways}
+    destination[:] = 0
+    table.pack()
+    if not np.array_equal(destination, expected):
+        raise RuntimeError("wfbp packed something else than numpy.copyto did")
+    return {
+        MEMCPY: memcpy,
+        "numpy.copyto per tensor": per_tensor,
+        "wfbp": table.pack,
+    }
 
 
-def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Time the contestants in turns."""
-    calls = {}
-    for name, way in ways.items():
-        way()
-        calls[name] = max(1, round(ROUND_S / seconds(way, 3)))
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            samples[name].append(1e6 * seconds(way, calls[name]))
-    timings = {}
-    for name, values in samples.items():
-        first, median, third = statistics.quantiles(values, n=4)
-        ratios = [m / v for m, v in zip(samples[MEMCPY], values, strict=True)]
-        timings[name] = Timing(median, min(values), third - first, statistics.median(ratios))
-    return timings
-
-
-def seconds(way: Callable[[], object], calls: int) -> float:
-    """Seconds per call."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        way()
-    return (time.perf_counter() - start) / calls
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measure, and print a table or JSON."""
+def main(argv: Sequence[str]) -> None:
+    """Measure, and print a table of each mix."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks pack", description=__doc__)
     parser.add_argument("--rounds", type=int, default=200, help="per contestant (default: 200)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments = parser.parse_args(argv)
-    if arguments.rounds < 2:
-        parser.error(f"--rounds is {arguments.rounds}: expected at least 2")
-    facts = environment() | {"kernels": native.INSTRUCTIONS}
-    results = [(mix, measure(contestants(mix), arguments.rounds)) for mix in mixes()]
-    if arguments.json:
+    rounds = parser.parse_args(argv).rounds
+    if rounds < 2:
+        parser.error(f"--rounds is {rounds}: expected at least 2")
+    for mix in mixes():
+        times = samples(contestants(mix), rounds)
         rows = [
-            {
-                "mix": mix.name,
-                "tensors": len(mix.sizes),
-                "nbytes": sum(mix.sizes),
-                "results": {name: asdict(timing) for name, timing in timings.items()},
-            }
-            for mix, timings in results
+            (
+                name,
+                *(f"{1e6 * s:.1f}" for s in Timing.of(mine)),
+                f"{ratio(times, MEMCPY, name):.2f}",
+            )
+            for name, mine in times.items()
         ]
-        print(json.dumps({"benchmark": "pack", "machine": facts, "mixes": rows}, indent=2))
-        return 0
-    print_facts(facts)
-    for mix, timings in results:
-        print(f"\n{mix.name}, {sum(mix.sizes) / 1e6:.2f} MB")
-        print(f"  {'us per call':<26}{'median':>10}{'least':>10}{'spread':>10}{'of memcpy':>11}")
-        for name, t in timings.items():
-            times = f"{t.median_us:>10.1f}{t.least_us:>10.1f}{t.spread_us:>10.1f}"
-            print(f"  {name:<26}{times}{t.speed:>10.2f}x")
-    return 0
+        headings = ("<us per call", "median", "least", "spread", "speed over memcpy's")
+        print_table(f"{mix.name}, {sum(mix.sizes) / 1e6:.2f} MB", headings, rows)
+    print_facts(environment() | {"kernels": native.INSTRUCTIONS})

@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from tests.benchmarks.machine import environment, print_facts
+from tests.benchmarks.turns import Timing
+from wfbp.cli.tables import print_table
 from wfbp.core.cost import CostModel, Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.planners.exact import independent, oasr
@@ -32,25 +32,13 @@ LIMIT_MS = {1_000: 10.0, 10_000: 200.0}
 """Targets for linear cost without interference."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """One planner on one input."""
 
     schedule: str
     num_tensors: int
     cost: str
     kappa: float
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Milliseconds per call over the rounds; spread is between the first and third quartile."""
-
-    case: Case
-    groups: int
-    median_ms: float
-    least_ms: float
-    spread_ms: float
 
 
 def make_trace(num_tensors: int, seed: int = 0) -> Trace:
@@ -83,8 +71,8 @@ def cases() -> list[Case]:
     return found
 
 
-def measure(chosen: Sequence[Case], rounds: int) -> list[Result]:
-    """Time the cases in turns."""
+def measure(chosen: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
+    """Time the cases in turns: milliseconds per call."""
     traces = {n: make_trace(n) for n in {case.num_tensors for case in chosen}}
     times: dict[Case, list[float]] = {case: [] for case in chosen}
     groups = {}
@@ -98,36 +86,10 @@ def measure(chosen: Sequence[Case], rounds: int) -> list[Result]:
             made = plan(case.schedule, trace, costs)
             times[case].append(1e3 * (time.perf_counter() - start))
             groups[case] = len(made.groups)
-    results = []
-    for case, samples in times.items():
-        quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else [0.0, 0.0, 0.0]
-        results.append(
-            Result(
-                case,
-                groups[case],
-                statistics.median(samples),
-                min(samples),
-                quartiles[2] - quartiles[0],
-            )
-        )
-    return results
-
-
-def table(results: Sequence[Result]) -> str:
-    """The results for people."""
-    lines = [
-        f"{'planner':<10} {'tensors':>7}  {'cost':<15} {'kappa':>5} {'groups':>7}"
-        f" {'median ms':>10} {'least':>8} {'spread':>8} {'target':>8}"
+    return [
+        {**case._asdict(), "groups": groups[case], **Timing.of(ms)._asdict()}
+        for case, ms in times.items()
     ]
-    for r in results:
-        c = r.case
-        has_target = c.cost == "linear" and c.kappa == 0.0
-        target = f"{LIMIT_MS[c.num_tensors]:8.0f}" if has_target else f"{'-':>8}"
-        lines.append(
-            f"{c.schedule:<10} {c.num_tensors:>7}  {c.cost:<15} {c.kappa:>5} {r.groups:>7}"
-            f" {r.median_ms:>10.2f} {r.least_ms:>8.2f} {r.spread_ms:>8.2f} {target}"
-        )
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,17 +98,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=11, help="calls per case (default 11)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds: expected at least 1, found {arguments.rounds}")
+    if arguments.rounds < 2:
+        parser.error(f"--rounds: expected at least 2, found {arguments.rounds}")
     results = measure(cases(), arguments.rounds)
     if arguments.json:
-        data = {"environment": environment(), "results": [asdict(r) for r in results]}
-        print(json.dumps(data, indent=1))
-    else:
-        print_facts(environment())
-        print(table(results))
+        print(json.dumps({"environment": environment(), "results": results}))
+        return 0
+    columns = ("num_tensors", "cost", "kappa", "groups")
+    rows = [
+        [r["schedule"], *(str(r[c]) for c in columns), f"{r['median']:.2f}", f"{r['least']:.2f}",
+         f"{r['spread']:.2f}", target(r)]
+        for r in results
+    ]  # fmt: skip
+    headings = ("<planner", "tensors", "<cost", "kappa", "groups", "median ms", "least", "spread")
+    print_table("Time to plan", (*headings, "target"), rows)
+    print_facts(environment())
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def target(result: dict[str, Any]) -> str:
+    """Milliseconds; there is one for linear cost without interference."""
+    has_target = result["cost"] == "linear" and not result["kappa"]
+    return f"{LIMIT_MS[result['num_tensors']]:.0f}" if has_target else "-"

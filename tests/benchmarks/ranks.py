@@ -10,7 +10,6 @@ is that of the largest. ``start`` is ``wfbp.init()``, after all ranks have impor
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -34,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks ranks", description=__doc__)
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--width", type=int, default=64, help="of three layers")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     MPI.COMM_WORLD.Barrier()  # all have imported everything
@@ -44,9 +42,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     found = {key: max(rank[key] for rank in everybody) for key in mine}
     found |= {"ranks": wfbp.size(), "schedule": arguments.schedule}
-    if arguments.json:
-        print(json.dumps(found))
-        return 0
     print_table(
         f"{wfbp.size()} ranks, {mine['gradient_bytes'] / MIB:.2f} MiB of gradients",
         (

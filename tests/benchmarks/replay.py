@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
+from tests.benchmarks.turns import Timing
 from tests.support.emulated_link import Curve, EmulatedLink
 from wfbp.cli.tables import print_table
 from wfbp.comm.arrays import Buffer, zeroed
@@ -46,32 +47,6 @@ THRESHOLD_BYTES = 25 * 2**20
 SHRINK = 32
 WAITED_S = 100e-6
 """A shorter wait found its tensor whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """One schedule on one trace; times in seconds.
-
-    Args:
-        measured_s: median iteration by the runtime.
-        installed_s: what the runtime predicted for the plan that it installed.
-        planned_s: what the planner predicts from the trace and costs given.
-    """
-
-    model: str
-    link: str
-    schedule: str
-    num_groups: int
-    measured_s: float
-    spread_s: float
-    installed_s: float
-    planned_s: float
-    lower_bound_s: float
-
-    @property
-    def error(self) -> float:
-        """Measured over predicted (by the runtime), minus 1."""
-        return self.measured_s / self.installed_s - 1
 
 
 def main(argv: Sequence[str]) -> None:
@@ -105,16 +80,17 @@ def main(argv: Sequence[str]) -> None:
         for path, link, costs, schedule in track(cases, "replaying", disable=arguments.json)
     ]
     if arguments.json:
-        print(json.dumps([asdict(row) | {"error": row.error} for row in rows]))
+        print(json.dumps(rows))
         return
     print_table(
         "Measured iteration against prediction",
         ("<trace", "<link", "<schedule", "groups", "measured ms", "spread", "predicted ms", "error",
          "from trace ms", "T/LB"),
         [
-            (r.model, r.link, r.schedule, str(r.num_groups), f"{r.measured_s * 1e3:.1f}",
-             f"{r.spread_s * 1e3:.1f}", f"{r.installed_s * 1e3:.1f}", f"{r.error:+.1%}",
-             f"{r.planned_s * 1e3:.1f}", f"{r.measured_s / r.lower_bound_s:.3f}")
+            (r["model"], r["link"], r["schedule"], str(r["num_groups"]),
+             *(f"{r[key] * 1e3:.1f}" for key in ("measured_s", "spread_s", "installed_s")),
+             f"{r['error']:+.1%}", f"{r['planned_s'] * 1e3:.1f}",
+             f"{r['measured_s'] / r['lower_bound_s']:.3f}")
             for r in rows
         ],
     )  # fmt: skip
@@ -127,8 +103,12 @@ def replay(
     schedule: str,
     iterations: int,
     shrink: int = SHRINK,
-) -> Replayed:
-    """Run one schedule on one trace until its plan is installed, then measure."""
+) -> dict[str, Any]:
+    """Run one schedule on one trace until its plan is installed, then measure.
+
+    ``installed_s`` is what the runtime predicted for the plan that it installed, ``planned_s`` what
+    the planner predicts from the trace and costs given.
+    """
     held = _shrunk(trace, shrink)
     config = replace(Config(), warmup_steps=1, profile_steps=3, replan_threshold=0.0)
     curves = {operation: _stretched(costs.of(operation), shrink) for operation in Operation}
@@ -161,12 +141,20 @@ def replay(
     else:
         made = planners.plan(name, trace, costs)
     planned = timeline(made, trace, costs)
-    quarters = statistics.quantiles(times, n=4)
-    return Replayed(
-        trace.model, link, schedule, report["num_groups"], statistics.median(times),
-        quarters[2] - quarters[0], report["predicted_iteration_s"], planned.iteration_s,
-        planned.lower_bound_s,
-    )  # fmt: skip
+    timing = Timing.of(times)
+    installed_s = report["predicted_iteration_s"]
+    return {
+        "model": trace.model,
+        "link": link,
+        "schedule": schedule,
+        "num_groups": report["num_groups"],
+        "measured_s": timing.median,
+        "spread_s": timing.spread,
+        "installed_s": installed_s,
+        "planned_s": planned.iteration_s,
+        "lower_bound_s": planned.lower_bound_s,
+        "error": timing.median / installed_s - 1,
+    }
 
 
 def _shrunk(trace: Trace, shrink: int) -> Trace:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from tests.benchmarks.machine import environment, print_facts
@@ -32,7 +30,7 @@ FAST = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sweep; ``--json`` writes one object instead of tables."""
+    """Run the sweep."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks scaling", description=__doc__)
     parser.add_argument("--trace", type=Path, action="append", help="default: all examples")
     parser.add_argument("--clusters", type=Path, default=DATA / "clusters.json")
@@ -41,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks-per-host", type=int, default=8, help="for hierarchical")
     parser.add_argument("--kappa", type=float, default=0.0, help="interference (default 0)")
     parser.add_argument("--schedule", action="append", choices=PLANNERS)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     clusters = {c["name"]: c for c in json.loads(arguments.clusters.read_text())["clusters"]}
     if arguments.cluster not in clusters:
@@ -65,10 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured_on=row["workers"], node=node,
     )  # fmt: skip
     cpu_s, wall_s = time.process_time() - start, time.perf_counter() - began
-    if arguments.json:
-        data = {"wall_s": wall_s, "cpu_s": cpu_s, "rows": [asdict(r) for r in rows]}
-        print(json.dumps(data, indent=1))
-        return 0
     for trace in traces:
         _print_model(trace.model, arguments.cluster, schedules, rows)
     print(
@@ -100,7 +93,3 @@ def _print_model(
 
 def _ratio(row: SweepRow) -> float:
     return row.iteration_s / row.lower_bound_s
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -114,7 +114,10 @@ def print_contestants(title: str, document: Mapping[str, Any], others: Others = 
     """Print the table of a model."""
     headings = ["<contestant", "median ms", "IQR", *(f"of {name}" for name in others)]
     headings += ["predicted ms", "error", "T/LB", "CPU ms", "plan"]
-    where = f"{document['ranks']} ranks, {place(document['link'])}{sent(document)}"
+    where = f"{document['ranks']} ranks"
+    if "link" in document:
+        where += f", {place(document['link'])}"
+    where += sent(document)
     print_table(f"{title}, {where}", headings, table(document, others))
 
 

@@ -1,15 +1,60 @@
-"""Ranks time several ways to do the same: one block of calls of each in a round."""
+"""Times several ways to do the same in turns, so that foreign load meets them all."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
-
-from mpi4py import MPI
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 BLOCK_S = 0.25
 
 Step = Callable[[], object]
+
+
+class Timing(NamedTuple):
+    """Of several rounds; ``spread`` is between the first and the third quartile."""
+
+    median: float
+    least: float
+    spread: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Timing:
+        first, median, third = statistics.quantiles(values, n=4)
+        return cls(median, min(values), third - first)
+
+
+def seconds(way: Step, calls: int) -> float:
+    """Seconds per call."""
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        way()
+    return (time.perf_counter() - start_s) / calls
+
+
+def samples(
+    ways: Mapping[str, Step],
+    rounds: int,
+    round_s: float = 1e-3,
+    timed: Callable[[Step, int], float] = seconds,
+) -> dict[str, list[float]]:
+    """Seconds per call of every way in every round, which has one way run for about so long."""
+    calls = {}
+    for name, way in ways.items():
+        way()
+        calls[name] = max(1, round(round_s / timed(way, 3)))
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            found[name].append(timed(way, calls[name]))
+    return found
+
+
+def ratio(times: Mapping[str, Sequence[float]], name: str, other: str) -> float:
+    """A way's time over another's, median of the rounds' ratios."""
+    pairs = zip(times[name], times[other], strict=True)
+    return statistics.median(mine / its for mine, its in pairs)
 
 
 def in_turns(
@@ -32,11 +77,10 @@ def in_turns(
 
 
 def _block(step: Step, repeats: int) -> tuple[float, float]:
+    from mpi4py import MPI
+
     world = MPI.COMM_WORLD
     world.Barrier()
-    begin_s, cpu_s = time.perf_counter(), time.process_time()
-    for _ in range(repeats):
-        step()
-    wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
-    wall_s = world.allreduce(wall_s, MPI.MAX)
-    return wall_s / repeats, world.allreduce(cpu_s) / world.size / repeats
+    cpu_s = time.process_time()
+    wall_s = world.allreduce(seconds(step, repeats), MPI.MAX)
+    return wall_s, world.allreduce(time.process_time() - cpu_s) / world.size / repeats

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -51,7 +50,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(f"{arguments.update}: {error}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -104,12 +104,6 @@ def test_refuses_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
         link.require_root_and_tools()
 
 
-def test_names_the_missing_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
-    with pytest.raises(link.LinkError, match="tc not found"):
-        link.require_root_and_tools()
-
-
 @needs_namespaces
 def test_up_carries_bytes_and_down_leaves_nothing() -> None:
     made = link.Link(f"wfbp-test-{os.getpid()}")
@@ -153,19 +147,16 @@ for root in range(everybody.size):
 @needs_namespaces
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("options", "sent_bytes", "status"),
+    ("mpi", "options", "sent_bytes", "status"),
     [
-        ([], 3_000_000, 0),
-        ([], 1, 0),  # a small program
-        (["--expect-bytes", "1000000"], 1, 1),
-        (["--expect-bytes", "4000000"], 3_000_000, 1),
-        (["--hosts", "4", "-np", "4"], 3_000_000, 0),
-        (["--hosts", "2", "-np", "4", "--rate", "unlimited"], 3_000_000, 0),
+        ("mpich", [], 1, 0),  # a small program
+        ("mpich", ["--expect-bytes", "4000000"], 3_000_000, 1),
+        ("mpich", ["--hosts", "4", "-np", "4", "--rate", "unlimited"], 3_000_000, 0),
+        ("openmpi", ["--expect-bytes", "1000000"], 3_000_000, 0),
     ],
 )
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_a_run_fails_if_fewer_bytes_cross_than_expected(
-    options: list[str], sent_bytes: int, status: int, mpi: str
+    mpi: str, options: list[str], sent_bytes: int, status: int
 ) -> None:
     """Ranks that only start over the link put some bytes on it, too."""
     try:

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.benchmarks.models import MODELS, loss  # noqa: E402
+from tests.benchmarks.models import MODELS  # noqa: E402
 
 SIZES = {
     "mlp": (120, 3_947_520),
@@ -27,15 +27,3 @@ def test_counts(name: str) -> None:
     with torch.device("meta"):
         parameters = list(MODELS[name].build().parameters())
     assert (len(parameters), sum(p.numel() for p in parameters)) == SIZES[name]
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_one_step_gives_every_parameter_a_finite_gradient(name: str) -> None:
-    torch.manual_seed(0)
-    bench = MODELS[name]
-    model = bench.build()
-    loss(model, bench.batch(torch.Generator().manual_seed(1))).backward()
-    for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is not None, parameter_name
-        assert torch.isfinite(parameter.grad).all(), parameter_name
-        assert parameter.grad.abs().max() > 1e-12, parameter_name

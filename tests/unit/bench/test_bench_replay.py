@@ -54,9 +54,3 @@ def test_replays(
         assert row["measured_s"] >= 5 * (FORWARD_S + BACKWARD_S)
         assert row["planned_s"] >= row["lower_bound_s"] > 0
         assert row["error"] == pytest.approx(row["measured_s"] / row["installed_s"] - 1)
-
-
-def test_a_link_is_needed(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        replay.main(files[:2])
-    assert "name a link" in capsys.readouterr().err

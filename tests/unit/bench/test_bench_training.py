@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 import wfbp.torch
 from tests.benchmarks import papers, peers, regret, training
-from tests.benchmarks.papers import CLAIMS, Claim, claim_rows, measured, published_mgwfbp
+from tests.benchmarks.papers import Claim, measured
 from tests.benchmarks.training import contestants, print_contestants, save, table
 from tests.support.cli_runs import assert_refused
 from tests.support.cli_runs import wfbp as wfbp_command
@@ -72,14 +71,6 @@ def test_every_usual_contestant_is_known() -> None:
     assert "wfbp-ps" not in regret.FIXED
 
 
-def test_what_is_saved_can_be_repeated(tmp_path: Path) -> None:
-    save(tmp_path / "new" / "all.json", [1, 2])
-    saved = json.loads((tmp_path / "new" / "all.json").read_text())
-    assert saved["results"] == [1, 2]
-    assert saved["command"][:3] == ["python", "-m", "tests.benchmarks"]
-    assert {"cpu", "cores", "numpy", "torch"} <= set(saved["environment"])
-
-
 def test_regret_is_against_the_best_fixed_schedule_and_nothing_else() -> None:
     found = document(mpi_per_tensor=0.5, wfbp_auto=1.1, wfbp_oasr=1.2, wfbp_single=1.0, wfbp_ps=0.9)
     start = regret.Start.of("mlp", found)
@@ -106,13 +97,6 @@ def test_a_claim_is_compared_with_the_fastest_of_the_others() -> None:
     found = document(wfbp_oasr=(8.0, 9.0, 8.0), wfbp_layerwise=(20.0,) * 3, wfbp_mgwfbp=(10.0,) * 3)
     assert measured(CLAIM, found) == "0.80 (0.80-0.85) of mgwfbp"
     assert measured(Claim("oasr", ("mgwfbp",), "", ""), found) == "0.80 (0.80-0.85)"
-
-
-def test_every_claim_has_a_row() -> None:
-    headings, *rows = claim_rows({"a run": document(papers.CONTESTANTS)})
-    assert len(rows) == len(CLAIMS)
-    assert {len(headings)} == set(map(len, rows))
-    assert published_mgwfbp("10GbE") == "0.60 to 0.91"
 
 
 @pytest.mark.parametrize(("benchmark", "link"), [(training, "--link"), (peers, "--links")])
