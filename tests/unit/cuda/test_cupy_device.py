@@ -409,22 +409,6 @@ def test_a_failure_on_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         device.done(event)
 
 
-def test_a_failed_device_makes_no_noise_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call fails then, also one that destroys a stream."""
-    cuda = Cuda(1)
-    modules(cuda, monkeypatch)
-
-    def fails(stream: int) -> None:
-        raise Cuda.CUDARuntimeError(700)
-
-    monkeypatch.setattr(cuda, "streamDestroy", fails)
-    device = CupyDevice(0)
-    device.new_stream()
-    (finalizer,) = device._streams
-    assert finalizer.alive
-    finalizer()
-
-
 def test_pinned_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy has freed its cache by then, and raises the runtime's error."""
     cuda = Cuda(1)
@@ -470,14 +454,6 @@ def test_where_memory_runs_out_caches_are_emptied_and_it_is_tried_again(
     ):
         device.zeros(1000, stream)
     assert len(emptied) == 2
-
-
-def test_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules(Cuda(2), monkeypatch)
-    one, other = CupyDevice(0), CupyDevice(1)
-    assert one.identity != other.identity
-    assert one.identity == CupyDevice(0).identity
-    assert count_devices() == 2
 
 
 def test_a_machine_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:

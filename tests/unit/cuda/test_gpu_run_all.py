@@ -83,20 +83,6 @@ def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
             pytest.fail("a child is still there")
 
 
-def test_what_cannot_be_started_has_failed(tmp_path: Path) -> None:
-    """As two ranks without mpirun; the next part is run."""
-    words = (str(tmp_path / "mpirun"), "-n", "2")
-    found = outcome_of(Part("start", "does it", 20.0, words, words), tmp_path)
-    assert found.verdict == "failed"
-    assert "mpirun" in found.last
-    assert "No such file" in log_of("start", tmp_path)
-
-
-def test_what_needs_a_program_that_is_not_here_is_left_out(tmp_path: Path) -> None:
-    found = outcome_of(python("part", "", needs="no-such-program"), tmp_path)
-    assert (found.verdict, found.last) == ("left out", "no-such-program is not installed")
-
-
 def test_what_has_failed_is_repeated_with_nccls_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,25 +134,6 @@ def test_what_has_failed_is_repeated_with_nccls_log(
         run_all.arguments(["--again", "three"])
 
 
-def test_the_end_of_long_output_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_all, "KEPT_BYTES", 1000)
-    (tmp_path / "part").mkdir()
-    (tmp_path / "part" / "log.txt").write_text("first" + 2000 * "." + "last")
-    run_all.keep(tmp_path, "part")
-    text = kept(tmp_path)["part/log.txt"]
-    assert len(text) == 1000
-    assert text.endswith(".last")
-
-
-def test_the_first_answers_come_first() -> None:
-    """Within eight minutes, and each part less than that."""
-    known = run_all.parts(Path("out"), Path("wheels"))
-    names = ["prepare", "start", "device", "one", "two", "staged", "jax", "jax_staged"]
-    assert [part.name for part in known] == [*names, "pack", "speed", "sanitizer"]
-    assert all(part.limit_s <= 120 for part in known)
-    assert run_all.BUDGET_S < 480
-
-
 @pytest.mark.parametrize("part", run_all.parts(Path("out"), Path()), ids=lambda part: part.name)
 def test_what_is_run_is_there(part: Part) -> None:
     """Options that are known, and files that exist."""
@@ -178,44 +145,6 @@ def test_what_is_run_is_there(part: Part) -> None:
         for word in words:
             if word.startswith("tests/"):
                 assert (run_all.ROOT / word).exists(), word
-
-
-SOURCE = """
-#include <Python.h>
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, nullptr};
-extern "C" __attribute__((visibility("default"))) PyObject* PyInit__native() {
-  return PyModule_Create(&module);
-}
-"""
-
-
-def test_what_is_missing_is_told(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """A package that has no wheel, and an extension that does not compile, are failures."""
-    monkeypatch.setattr(run_all, "ROOT", tmp_path)
-    monkeypatch.setattr(run_all, "PACKAGES", ("mpi4py",))
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "wfbp").mkdir()
-    (tmp_path / "wfbp" / "__init__.py").touch()
-    for name in ("native", "pack", "transfers"):
-        (tmp_path / "csrc" / f"{name}.cc").write_text(SOURCE if name == "native" else "")
-    words = ["--prepare", "--wheels", str(tmp_path)]
-
-    def last_line() -> str:
-        return capfd.readouterr().out.splitlines()[-1]
-
-    monkeypatch.setenv("CXX", "false")
-    assert run_all.main(words) == 1
-    assert last_line().startswith("the extension was not built: Command '['false', ")
-    monkeypatch.delenv("CXX")
-    assert run_all.main(words) == 0
-    assert last_line() == "all is there"
-    monkeypatch.setenv("CXX", "false")  # not needed again
-    assert run_all.main(words) == 0
-    monkeypatch.setattr(run_all, "PACKAGES", ("mpi4py", "no-such-package"))
-    assert run_all.main(words) == 1
-    assert last_line() == f"no-such-package is missing: bring its wheel, in {tmp_path}"
 
 
 def dry_run() -> tuple[str, list[dict[str, object]], dict[str, str]]:

@@ -17,7 +17,7 @@ import pytest
 from tests.support.cuda_cases import STREAM, Case, Layout, Tensor, check, run
 from tests.support.cuda_kernels import HostKernels, build
 from wfbp.cuda import pack as kernels
-from wfbp.cuda.pack import ARGUMENTS, THREADS, CudaKernels, source
+from wfbp.cuda.pack import THREADS, CudaKernels, source
 
 DRIVER = "cupy_backends.cuda.api.driver"
 
@@ -104,17 +104,6 @@ def test_a_step_only_launches(cupy: FakeCupy) -> None:
     launched = ("launch", "wfbp_float32_float16", STREAM)
     found = ("find", "wfbp_float32_float16")
     assert cupy.calls == [("compile",), *made, found, launched, *made, launched]
-
-
-def test_launch_hands_over_one_structure(cupy: FakeCupy) -> None:
-    host = HostKernels()
-    cupy.launch = host.launch
-    arguments = np.zeros((), ARGUMENTS)
-    arguments["tensors"][:3] = (16, 32, 48)
-    CudaKernels().launch("copy", 5, arguments.ctypes.data, 2**40)
-    (launch,) = host.launches
-    assert (launch.name, launch.num_blocks, launch.stream) == ("copy", 5, 2**40)
-    assert launch.tensors == [16, 32, 48]
 
 
 def test_driver_takes_what_it_is_given() -> None:

@@ -203,15 +203,6 @@ def test_addresses_travel_with_the_launch() -> None:
     assert [launch.tensors for launch in kernels.launches] == [[16, 32], [48]]
 
 
-def test_nothing_to_do_launches_nothing() -> None:
-    kernels = HostKernels()
-    for counts in ([], [0, 0]):
-        empty = table(kernels, counts)
-        empty.pack()
-        empty.unpack()
-    assert not kernels.launches
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -72,15 +72,6 @@ def after_one_step(engine: RecordingEngine) -> GradientExchange:
     return exchange
 
 
-def test_gradients_announced_before_the_engine_exists_reach_it_in_the_wait() -> None:
-    engine = RecordingEngine()
-    exchange = made(engine)
-    announce(exchange, 2, 0, 1)
-    assert engine.marked == []
-    exchange.reduce([1000, 1001, 1002], OUTPUTS)
-    assert engine.marked == [(0, 1000), (1, 1001), (2, 1002)]
-
-
 def test_what_the_engine_left_in_its_own_memory_is_copied_from_there() -> None:
     engine = RecordingEngine()
     exchange = made(engine)
@@ -91,18 +82,6 @@ def test_what_the_engine_left_in_its_own_memory_is_copied_from_there() -> None:
         announce(exchange, 0, 1, 2)
         exchange.reduce([1000, 1001, 1002], OUTPUTS)
     assert engine.copied == [((5001, 5002), (slot.address, slot.address), (16, 16))]
-
-
-def test_later_announcements_go_straight_to_the_engine() -> None:
-    engine = RecordingEngine()
-    exchange = made(engine)
-    for base in (1000, 2000, 3000):
-        engine.marked.clear()
-        announce(exchange, 1, base=base)
-        assert base == 1000 or engine.marked == [(1, base + 1)]
-        announce(exchange, 0, 2, base=base)
-        exchange.reduce([base, base + 1, base + 2], OUTPUTS)
-        assert sorted(engine.marked) == [(k, base + k) for k in range(3)]
 
 
 def test_what_may_leave_early_is_told_with_every_plan() -> None:
@@ -150,15 +129,6 @@ def test_two_announcements_in_one_step_fail_it_and_all_later_ones() -> None:
         with pytest.raises(WfbpError, match=r"earlier step failed .*shutdown\(\) and .*init\(\)"):
             exchange.reduce([1000, 1001, 1002], OUTPUTS)
     assert engine.marked == []
-
-
-def test_an_announcement_while_the_step_ends_fails_it() -> None:
-    engine = RecordingEngine()
-    exchange = made(engine)
-    engine.during_step = lambda: announce(exchange, 0, base=5000)
-    announce(exchange, 0, 1, 2)
-    with pytest.raises(WfbpError, match="the gradient of a was announced again"):
-        exchange.reduce([1000, 1001, 1002], OUTPUTS)
 
 
 def test_two_waits_at_once_fail_both() -> None:

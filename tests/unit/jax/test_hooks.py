@@ -68,19 +68,6 @@ def test_functions_within_a_program_may_have_been_traced_in_any_order(traced_fir
     assert zero < text.index("exchange = 1")
 
 
-def test_within_a_loop_and_beside_it() -> None:
-    def step(x: Any) -> Any:
-        total, _ = jax.lax.scan(lambda c, _: (c + exchanged(c), None), x, None, length=3)
-        return exchanged(x), total
-
-    assert sorted(keys(step)) == [0, 0, 1, 1]
-
-
-def test_a_function_that_is_called_twice_is_one_place() -> None:
-    inner = jax.jit(exchanged)
-    assert keys(lambda x: inner(inner(x))) == [0, 0]
-
-
 def test_types_and_shapes_stay() -> None:
     for x in (X.astype(jnp.bfloat16), jnp.zeros((2, 0)), jnp.float32(1)):
         found = jax.eval_shape(exchanged, x)

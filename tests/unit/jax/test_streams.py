@@ -12,13 +12,12 @@ import pytest
 pytest.importorskip("jax")
 
 
-from tests.support.ranks import QUICK, all_well, run_ranks
+from tests.support.ranks import all_well, run_ranks
 from tests.support.software_xla import INDEX, SoftwareXla
 from tests.unit.runtime.test_device_reductions import STEADY, Devices
 from wfbp.comm import cost_probe
 from wfbp.comm.device.links import OnDevice
 from wfbp.comm.memory import Memory
-from wfbp.config import Config
 from wfbp.core.plan import Plan
 from wfbp.core.types import TensorSpec
 from wfbp.jax.gradient_exchange import ExchangeDescription, ExchangeRegistry, GradientExchange
@@ -144,26 +143,6 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Program]:
     return make
 
 
-@pytest.mark.parametrize("config", [STEADY, QUICK], ids=["steady", "changing"])
-@pytest.mark.parametrize("nccl", [True, False], ids=["nccl", "staged"])
-def test_averages_lie_in_place_for_what_follows_in_the_stream(
-    programs: Callable[..., Program], nccl: bool, config: Config
-) -> None:
-    found = devices(2, nccl, most_s=3e-4)
-
-    def body(runtime: Runtime) -> None:
-        program = programs(runtime, found.of[runtime.rank])
-        program.exchange_schedule = "layerwise" if config is STEADY else "auto"
-        for number in range(25):
-            for index in (3, 1, 2, 0):
-                program.gradient(index, float(number + index + 2 * runtime.rank))
-            program.wait()
-            program.read([float(number + index + 1) for index in range(4)])
-        program.finish()
-
-    all_well(run_ranks(2, body, config))
-
-
 def test_the_host_does_not_wait_for_the_device(programs: Callable[..., Program]) -> None:
     """Steps are enqueued while XLA's stream has not even begun with the first one."""
     found = devices(2, nccl=True, most_s=0.0)
@@ -264,15 +243,3 @@ def test_a_gradient_that_moved_and_one_without_event(programs: Callable[..., Pro
         program.finish()
 
     all_well(run_ranks(2, body, STEADY))
-
-
-def test_events_are_stocked_again() -> None:
-    device = SoftwareXla()
-    notes = Notes(device)
-    exchanges = ExchangeRegistry(notes, GpuPrograms(notes, device))
-    exchanges.add(REQUEST)
-    exchanges.add(REQUEST)
-    assert len(notes._stock) == 2 * len(SPECS)
-    notes.announce(0, 1000, device.new_stream())
-    exchanges._take_notes()
-    assert len(notes._stock) == 2 * len(SPECS)

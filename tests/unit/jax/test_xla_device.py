@@ -7,7 +7,6 @@ import threading
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 pytest.importorskip("jax")
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 import wfbp.jax as wfbp
-from tests.support.software_device import memory
 from tests.support.software_xla import INDEX, SoftwareXla
 from wfbp.core.types import TensorSpec
 from wfbp.errors import NotInitializedError, WfbpError
@@ -168,13 +166,3 @@ class _Known:
 
     def add(self, description: ExchangeDescription) -> int:
         return description.key
-
-
-def test_copies_between_addresses() -> None:
-    device = SoftwareXla()
-    source, target = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
-    stream = device.new_stream()
-    with device.at(stream):
-        device.move([device.address(target)], [device.address(source)], [8])
-    device.drain()
-    assert (memory(device.address(target), 8) == source).all()

@@ -78,14 +78,6 @@ def test_gradients_appear_while_backward_computes() -> None:
         torch.testing.assert_close(one, third)
 
 
-@pytest.mark.parametrize("name", ["eager", "aot_eager"])
-def test_backends_are_known_by_name(name: str) -> None:
-    plain, _, _ = train(None, [])
-    cut, _, _ = train(compile_backend(name, LAYER_BYTES), [])
-    for one, other in zip(plain.parameters(), cut.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def test_mistakes() -> None:
     with pytest.raises(ValueError, match="piece_bytes is 0; expected at least 1"):
         compile_backend(piece_bytes=0)

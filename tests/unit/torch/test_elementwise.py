@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ pytest.importorskip("torch")
 import torch
 from torch import optim
 
-from wfbp.torch.updates import bare_step
 from wfbp.torch.wrapping import ELEMENTWISE, why_not_elementwise
 
 STEPS, RANKS = 12, 3
@@ -73,32 +70,3 @@ def test_who_is_declared() -> None:
     assert not why_not_elementwise(Derived(params()), True)
     assert why_not_elementwise(optim.Adam(params(), differentiable=True), False)
     assert "whole tensors" in why_not_elementwise(optim.LBFGS(params()), True)
-
-
-def test_a_step_that_the_program_replaced() -> None:
-    replaced: Any = optim.SGD(params(), lr=0.1)
-    replaced.step = functools.partial(print, "other")
-    assert why_not_elementwise(replaced, False)
-    assert "replaced" in why_not_elementwise(replaced, True)
-    scheduled = optim.SGD(params(), lr=0.1)
-    optim.lr_scheduler.ConstantLR(scheduled)
-    assert not why_not_elementwise(scheduled, False)
-    both = optim.SGD(params(), 0.1)
-    both.step = MethodType(lambda self, closure=None: None, both)  # type: ignore[method-assign]
-    optim.lr_scheduler.StepLR(both, 1)  # wraps the program's step
-    assert why_not_elementwise(both, False)
-    declared = Derived(params())
-    optim.lr_scheduler.StepLR(declared, 1)
-    assert not why_not_elementwise(declared, True)
-
-
-def test_only_pytorchs_own_wrapper_is_looked_through() -> None:
-    optim.SGD(params())
-
-    class Decorated(optim.SGD):
-        @functools.wraps(optim.SGD.step)
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    assert bare_step(Decorated) is Decorated.step
-    assert bare_step(optim.SGD) is not optim.SGD.step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
 import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
@@ -74,14 +73,3 @@ def test_garbage_collection_leaves_global_hooks_unchanged() -> None:
     assert not _global_forward_pre_hooks
     assert not _global_forward_hooks
     assert engine.used == []
-
-
-@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
-def test_a_compiled_model_has_its_own_name() -> None:
-    net, engine = Net(), Engine()
-    profiler = ForwardProfiler(engine, list(net.parameters()))  # type: ignore[arg-type]
-    profiler.follow()
-    compiled = torch.compile(net, backend="eager")
-    compiled(torch.ones(3, 2))
-    profiler.stop()
-    assert engine.model == "Net"

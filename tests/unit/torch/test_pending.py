@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import io
 import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, List  # noqa: UP035 - TorchScript needs it
+from typing import Any
 
 import pytest
 
@@ -101,21 +100,13 @@ def forked(param: Any) -> Any:
 
 
 READS: dict[str, Callable[[Any], Any]] = {
-    "detach": lambda p: p.detach(),
-    "data": lambda p: p.data,
-    "clone": lambda p: p.clone(),
-    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
     "index": lambda p: p[:],
     "operator": lambda p: p * 1.0,
     "reflected": lambda p: 1.0 * p,
-    "in a list": lambda p: torch._foreach_mul([p], 1.0)[0],
     "deep in a structure": lambda p: torch.cat([torch.zeros(0, 3), p]),
-    "deepcopy": copy.deepcopy,
     "save": saved,
     "fork": forked,
-    "func": lambda p: torch.func.grad(lambda q: (q * q).sum())(p) / 2,
     "vmap": lambda p: torch.vmap(lambda x: x + p)(torch.zeros(1))[0],
-    "module": lambda p: nn.utils.parameters_to_vector([p]),
     "address": lambda p: (p.data_ptr(), p.detach())[1],
     "dlpack": lambda p: torch.from_dlpack(p.detach()),  # type: ignore[attr-defined]
 }
@@ -165,103 +156,6 @@ def test_modules_wait_for_their_own_parameters() -> None:
     assert [type(p) is Pending for p in step.params] == [False, False, True, True]
     assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 2), 13.0))
     assert not step.pending
-
-
-class Hiding(torch.Tensor):
-    """Takes part in operations without asking the classes of other tensors."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-def test_a_module_waits_for_modules_within_it_that_are_not_called() -> None:
-    inputs = torch.ones(2, 3).as_subclass(Hiding)
-    step = Step((3, 2), (3,))
-    step.take()
-    assert step.pending
-    found = step.module(lambda held: inputs @ held[0])
-    assert torch.equal(found, torch.full((2, 2), 3.0))
-
-
-def test_parameters_that_no_module_waits_for_are_never_pending() -> None:
-    inputs = torch.ones(2, 3).as_subclass(Hiding)
-    step = Step((3, 2), (3,))
-    step.kept = [p.detach() for p in step.params]
-    step.module = Holder(step.params[1:])  # its forward reads the first from elsewhere
-    for _ in range(3):
-        for kept in step.kept:
-            kept.zero_()
-        step.finish()
-        assert not step.pending
-        assert torch.equal(step.module(lambda _: inputs @ step.params[0]), torch.full((2, 2), 3.0))
-
-
-class Affine(nn.Module):
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        self.weight, self.bias = params
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight + self.bias
-
-    @torch.jit.export
-    def double(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * (x @ self.weight + self.bias)
-
-
-def reloaded(module: Any) -> Any:
-    file = io.BytesIO()
-    torch.jit.save(module, file)
-    file.seek(0)
-    return torch.jit.load(file)
-
-
-SCRIPTS: dict[str, Callable[[nn.Module], Callable[[torch.Tensor], Any]]] = {
-    "call": torch.jit.script,
-    "method": lambda m: torch.jit.script(m).double,
-    "function": lambda m: lambda x: torch.jit.script(m)._c._get_method("forward")(x),
-    "deepcopy": lambda m: copy.deepcopy(torch.jit.script(m)),
-    "save": lambda m: reloaded(torch.jit.script(m)),
-    "trace": lambda m: torch.jit.trace(m, torch.ones(1, 2)),
-    "within": lambda m: nn.Sequential(torch.jit.script(m)),
-    "freeze": lambda m: torch.jit.freeze(torch.jit.script(m.eval())),
-}
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_read_what_has_arrived(name: str) -> None:
-    """Made while parameters are pending, or before."""
-    inputs, wanted = torch.ones(1, 2), 3.0 * (1 + (name == "method"))
-    step = Step((2, 3), (3,))
-    model = Affine(step.params)
-    step.take()
-    assert step.pending
-    read = SCRIPTS[name](model)
-    assert torch.equal(read(inputs), torch.full((1, 3), wanted))
-    script = torch.jit.script(model)
-    for p in step.params:
-        p.data.zero_()
-    step.take()
-    assert not step.pending, "a script module holds them"
-    assert torch.equal(reloaded(script)(inputs), torch.full((1, 3), 3.0))
-    del script, read
-    torch.jit._state._clear_class_state()  # type: ignore[attr-defined]
-    step.take()
-    step.pending.wait_all()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_script_functions_wait_for_their_arguments() -> None:
-    @torch.jit.script
-    def total(tensors: List[torch.Tensor]) -> torch.Tensor:  # noqa: UP006
-        return tensors[0].sum()
-
-    step = Step((4,))
-    step.take()
-    assert total(step.params) == 4.0
 
 
 def test_waits_in_compiled_code_are_not_compiled() -> None:
@@ -350,17 +244,3 @@ def test_it_lives_until_all_has_arrived() -> None:
     del step.pending
     assert param.tolist() == [1.0] * 4
     assert not pending.under_way
-
-
-def test_constructors_wait_for_what_they_are_given_alone() -> None:
-    """Other threads may await the rest in another order."""
-    step = Step((2,), (3,))
-    step.take()
-    assert torch.tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
-    assert nn.Parameter(torch.ones(1)).tolist() == [1.0]
-    assert not step.arrivals.awaited
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of PyTorch, which would clone it
-        assert torch.tensor(step.params[1]).tolist() == [1.0] * 3
-    assert step.arrivals.awaited == [1], "which the other one arrives with"
-    assert nn.Parameter(step.params[0]).tolist() == [1.0] * 2
