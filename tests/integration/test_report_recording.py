@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.local import LocalWorld
+from tests.support.ranks import all_well, run_ranks
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
@@ -23,7 +22,7 @@ from wfbp.core.types import TensorSpec
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.recorder import KEPT_ITERATIONS
 from wfbp.runtime.reducer import Reducer
-from wfbp.runtime.runtime import JobRuntime
+from wfbp.runtime.runtime import Runtime
 
 SPECS = tuple(TensorSpec(f"layer{k}", (100 + k,), "float32") for k in range(5))
 CONFIG = replace(
@@ -33,37 +32,22 @@ CONFIG = replace(
 
 def train(num_ranks: int, steps: int, folder: Path, names: tuple[str, ...] = ("SGD",)) -> None:
     """Run engines of these names on every rank for some steps, then close them."""
-    world = LocalWorld(num_ranks)
-    failures: list[BaseException] = []
 
-    def one_rank(rank: int) -> None:
-        config = replace(CONFIG, record=str(folder))
-        runtime = JobRuntime(world.backend(rank), config)
-        try:
-            engines = [
-                Reducer(runtime, SPECS, ReducerOptions("oasr", 1 << 20, name=name))
-                for name in names
-            ]
-            gradients = [np.full(spec.shape, rank, np.float32) for spec in SPECS]
-            for _ in range(steps):
-                for engine in engines:
-                    for index in reversed(range(len(SPECS))):
-                        data = gradients[index]
-                        engine.mark_ready(index, data.__array_interface__["data"][0], data)
-                    engine.synchronize()
+    def body(runtime: Runtime) -> None:
+        engines = [
+            Reducer(runtime, SPECS, ReducerOptions("oasr", 1 << 20, name=name)) for name in names
+        ]
+        gradients = [np.full(spec.shape, runtime.rank, np.float32) for spec in SPECS]
+        for _ in range(steps):
             for engine in engines:
-                engine.close()
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            runtime.shutdown()
+                for index in reversed(range(len(SPECS))):
+                    data = gradients[index]
+                    engine.mark_ready(index, data.__array_interface__["data"][0], data)
+                engine.synchronize()
+        for engine in engines:
+            engine.close()
 
-    threads = [threading.Thread(target=one_rank, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures, failures
+    all_well(run_ranks(num_ranks, body, replace(CONFIG, record=str(folder))))
 
 
 def documents(folder: Path) -> dict[str, Any]:
