@@ -55,6 +55,17 @@ def install(reducer: Any, plan: Plan) -> None:
     reducer._begin(0.0)
 
 
+def test_a_gradient_that_grows_once_more_is_sent_again() -> None:
+    reducer = make_reducer(ALONE)
+    for index in (EARLY, LAST):
+        reducer.mark_ready(index, 100 + index, None)
+    reducer.mark_ready(EARLY, 200, None)
+    assert reducer._unplanned == {EARLY: (200, None)}
+    reducer.mark_ready(LAST, 300, None)
+    assert reducer._unplanned == {EARLY: (200, None)}, "the last group has not left"
+    assert reducer._sources[LAST] == 300
+
+
 def test_a_gradient_that_is_gone_is_taken_back() -> None:
     """From the step where it has not left; else the ranks come to it at the step's end."""
     reducer = make_reducer(ALONE)
