@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import wfbp
-from wfbp import collectives
 from wfbp.errors import NotInitializedError
 
 
@@ -63,49 +61,6 @@ def test_torch_has_horovods_names() -> None:
     assert {"init", "shutdown", "rank", "size", "local_rank", "DistributedOptimizer"} <= set(
         hvd.__all__
     )
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    "value", [torch.ones(3), torch.nn.Parameter(torch.ones(3)), np.ones(3), [1.0, 1.0, 1.0]]
-)
-def test_a_result_is_of_the_kind_of_its_argument(value: Any) -> None:
-    kind = torch.Tensor if isinstance(value, torch.Tensor) else np.ndarray
-    for found in (wfbp.allreduce(value), wfbp.broadcast(value, 0), wfbp.allgather(value)):
-        assert isinstance(found, kind)
-        assert found.tolist() == [1.0] * 3
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("make", [torch.ones, np.ones])
-def test_every_operation_takes_tensors_and_arrays(make: Any) -> None:
-    value, kind = make(4), type(make(4))
-    results: list[Any] = [
-        wfbp.allreduce(value, "a", wfbp.Sum, prescale_factor=2.0, postscale_factor=0.5),
-        wfbp.allreduce_(value),
-        wfbp.synchronize(wfbp.allreduce_async(value, name="b")),
-        wfbp.synchronize(collectives.allreduce_async_(value)),
-        *wfbp.grouped_allreduce([value, value]),
-        *collectives.grouped_allreduce_([value]),
-        *wfbp.synchronize(collectives.grouped_allreduce_async([value, value])),
-        *wfbp.synchronize(collectives.grouped_allreduce_async_([value])),
-        wfbp.broadcast_(value, 0),
-        wfbp.synchronize(wfbp.broadcast_async(value, 0)),
-        wfbp.synchronize(collectives.broadcast_async_(value, 0)),
-        wfbp.synchronize(wfbp.allgather_async(value)),
-        *collectives.grouped_allgather([value]),
-        *wfbp.synchronize(collectives.grouped_allgather_async([value])),
-        wfbp.alltoall(value),
-        wfbp.alltoall(value, [4])[0],
-        wfbp.synchronize(collectives.alltoall_async(value)),
-        wfbp.reducescatter(value, op=wfbp.Max),
-        wfbp.synchronize(wfbp.reducescatter_async(value)),
-        *collectives.grouped_reducescatter([value]),
-        *wfbp.synchronize(collectives.grouped_reducescatter_async([value])),
-    ]
-    for found in results:
-        assert type(found) is kind
-        assert found.tolist() == [1.0] * 4
 
 
 @pytest.mark.usefixtures("alone")

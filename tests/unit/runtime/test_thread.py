@@ -15,12 +15,7 @@ import pytest
 from tests.support.local import LocalWorld
 from wfbp.comm.backend import Backend, Finished, Work
 from wfbp.config import Config
-from wfbp.errors import (
-    DisagreementError,
-    PeerError,
-    StallError,
-    WfbpError,
-)
+from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 from wfbp.runtime.progress.loop import ProgressLoop, Reply
 from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.progress.thread import THREAD_NAME, CommunicationThread
@@ -257,27 +252,6 @@ def test_an_interrupt_while_driving_ends_the_runtime(make: Make) -> None:
         thread.call(lambda: Finished(1), "next")
 
 
-def test_an_interrupt_while_communication_is_moved_on_ends_the_runtime(make: Make) -> None:
-    """What was cut off may never complete, though nobody waits for it yet."""
-    thread, lane = make(), StubLane()
-    thread.post(lambda: thread.loop.add_lane(lane))
-    until(lambda: lane.turns)
-
-    def interrupted() -> bool:
-        if threading.current_thread() is threading.main_thread():
-            raise KeyboardInterrupt
-        return False
-
-    def move_on() -> None:
-        for _ in range(10_000):  # the communication thread may be at it
-            thread.progress()
-
-    lane.advance = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        move_on()
-    assert "rank 0 of 2: interrupted while it communicated" in str(lane.error)
-
-
 def test_an_interrupt_while_another_drives_ends_the_runtime_too(make: Make) -> None:
     class Interrupted(Reply[None]):
         def wait(self, timeout_s: float) -> bool:
@@ -419,62 +393,6 @@ def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptu
     assert len(caplog.records) == len(asked)
     for record in caplog.records:
         assert re.fullmatch(r"rank 0 of 2 has waited \d+ s: allreduce of x", record.getMessage())
-
-
-def test_events_wake_a_thread_that_stood_by_while_there_was_no_room(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("wfbp.runtime.progress.thread.TICK_S", 1000.0)
-    thread, lane, work = make(), StubLane(), Slow()
-    lane.has_room = False
-    thread.post(lambda: thread.loop.add_lane(lane))
-    until(lambda: lane.turns and not thread.needs_wakeup)
-    caller, _ = in_thread(lambda: thread.call(lambda: work, "slow"))
-    until(lambda: thread._standing_by)
-    assert not thread.needs_wakeup
-    lane.has_room = True  # the caller has moved it on
-    work.go.set()
-    caller.join(60)
-    until(lambda: thread.needs_wakeup)
-
-
-def test_events_wake_a_thread_that_napped_while_room_was_made(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A training thread drove, and was gone, before the nap was over."""
-    monkeypatch.setattr("wfbp.runtime.progress.loop.TICK_S", 1000.0)
-    thread, lane = make(), StubLane()
-    lane.busy, lane.has_room = True, False
-    lane.polls = False
-    monkeypatch.setattr(thread.loop._backend, "may_progress", lambda: False)
-    thread.post(lambda: thread.loop.add_lane(lane))
-    until(lambda: lane.turns and not thread.needs_wakeup)
-    lane.has_room = True
-    until(lambda: thread.needs_wakeup)
-
-
-def test_who_waits_behind_a_driver_is_served_when_that_leaves(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the driver's own rest took the call for the communication thread."""
-    thread, first, second = make(), Slow(), Slow()
-    monkeypatch.setattr("wfbp.runtime.progress.loop.TICK_S", 1000.0)
-    thread.loop._next_tick = 0.0
-    thread.post(lambda: None)
-    until(lambda: thread.loop._next_tick > time.monotonic() + 100)
-    caller, told = in_thread(lambda: thread.call(lambda: first, "first"))
-    until(thread._driver_lock.locked)
-    wakeup = thread.loop.wakeup
-    with monkeypatch.context() as lost:
-        lost.setattr(wakeup, "set", lambda: None)
-        other, served = in_thread(lambda: thread.call(lambda: second, "second"))
-        until(lambda: thread.loop.num_waiting == 2)
-        time.sleep(0.01)  # the lock is waited for
-    second.go.set()
-    first.go.set()
-    caller.join(60)
-    other.join(60)
-    assert (told, served) == (["done"], ["done"])
 
 
 def test_the_thread_stands_by_while_training_drives(
