@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.benchmarks import plan as bench
@@ -17,10 +15,7 @@ def test_prints_a_row_per_case(
     assert bench.main(["--rounds", "2"]) == 0
     told = capsys.readouterr().out
     assert told.count(" linear ") == sum(case.cost == "linear" for case in bench.cases())
-    assert bench.main(["--rounds", "2", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert len(data["results"]) == len(bench.cases())
-    assert all(0 < r["least"] <= r["median"] for r in data["results"])
+    assert told.count("measured curve") == 2
 
 
 def test_made_up_traces_are_the_same_each_time() -> None:
