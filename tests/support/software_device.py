@@ -175,10 +175,6 @@ class SoftwareDevice(Device):
             free.clear()
 
     @property
-    def held_bytes(self) -> int:
-        """Of memory that is kept for later, and not in use."""
-        return sum(raw.nbytes for free in list(self._free.values()) for raw in list(free))
-
     def free_bytes(self) -> int:
         return self.room_bytes
 

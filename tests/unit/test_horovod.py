@@ -34,10 +34,8 @@ if __name__ == "__main__":
 
 def test_processes_that_a_program_spawns_find_the_stand_in(tmp_path: Path) -> None:
     """They import the program anew, as workers of a ``DataLoader`` that are not forked."""
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    command = [sys.executable, "-m", "wfbp.horovod", str(script)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    run = stand_in(["program.py"], tmp_path)
     assert run.returncode == 0, run
     assert run.stdout.strip() == "['0.28.1', True, '__mp_main__']", run
 

@@ -216,17 +216,22 @@ def test_results_that_cupy_has_no_name_for() -> None:
     assert library.communicators[0].aborted
 
 
-def test_where_nccl_fails_on_one_rank_all_are_staged(caplog: pytest.LogCaptureFixture) -> None:
-    ranks = Ranks(2)
-    hosts = LocalWorld(2)
+@pytest.mark.parametrize("name", ["NcclCommunicator", "get_unique_id"])
+def test_where_nccl_fails_on_one_rank_all_are_staged(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an id, as where NCCL_SOCKET_IFNAME names no interface, the others do not wait."""
+    ranks, hosts = Ranks(2), LocalWorld(2)
+    fails = 1 if name == "NcclCommunicator" else 0
 
-    def fails(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
 
-    ranks.libraries[1].NcclCommunicator = fails
+    setattr(ranks.libraries[fails], name, fail)
 
     def body(rank: int) -> None:
-        backend = connect(ranks.devices[rank], hosts.backend(rank), timeout_s=2.0)
+        timeout_s = 2.0 if fails else 60.0
+        backend = connect(ranks.devices[rank], hosts.backend(rank), timeout_s=timeout_s)
         assert isinstance(backend, StagedBackend)
         data = np.full(3, rank, np.float32)
         wait(backend.all_reduce(data, "float32", Op.SUM), timeout_s=60.0)
@@ -234,25 +239,7 @@ def test_where_nccl_fails_on_one_rank_all_are_staged(caplog: pytest.LogCaptureFi
             time.sleep(1e-3)
 
     ranks.run(body)
-    assert "rank 1 of 2: NCCL could not connect the ranks: NCCL_ERROR_SYSTEM" in caplog.text
-
-
-def test_where_there_is_no_id_all_are_staged(caplog: pytest.LogCaptureFixture) -> None:
-    """As where NCCL_SOCKET_IFNAME names no interface: the others do not wait for the id."""
-    ranks = Ranks(2)
-    hosts = LocalWorld(2)
-
-    def fails() -> None:
-        raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
-
-    ranks.libraries[0].get_unique_id = fails  # type: ignore[method-assign,assignment]
-
-    def body(rank: int) -> None:
-        backend = connect(ranks.devices[rank], hosts.backend(rank), timeout_s=60.0)
-        assert isinstance(backend, StagedBackend)
-
-    ranks.run(body)
-    reason = "rank 0 of 2: NCCL could not connect the ranks: NCCL_ERROR_INVALID_USAGE"
+    reason = f"rank {fails} of 2: NCCL could not connect the ranks: NCCL_ERROR_SYSTEM_ERROR"
     assert f"{reason} (NCCL_DEBUG=WARN tells more)" in caplog.text
 
 
@@ -334,13 +321,7 @@ def test_init_sets_nccls_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         process.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("value", "version", "shares"),
-    [
-        ("1", 23003, True),
-        ("1", 22809, False),
-    ],
-)
+@pytest.mark.parametrize(("value", "version", "shares"), [("1", 23003, True), ("1", 22809, False)])
 def test_ranks_share_a_gpu_if_nccl_lets_them(
     value: str | None,
     version: int,

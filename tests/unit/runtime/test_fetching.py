@@ -42,25 +42,6 @@ def test_one_rank_alone_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     all_well(run_ranks(3, body))
 
 
-def test_what_is_not_there_is_told() -> None:
-    def body(runtime: Runtime) -> None:
-        store, rank = runtime.open_store(), runtime.rank
-
-        def refuse(items: Any) -> bytes:
-            raise DisagreementError("has something else")
-
-        store.published = 3, refuse
-        runtime.channel.exchange(b"", "published")
-        if rank == 0:
-            with pytest.raises(DisagreementError, match="rank 0 of 2: mine: rank 1 has something"):
-                runtime.fetch(store, 3, None, "mine")
-            with pytest.raises(DisagreementError, match="already has version 3 of it, not 2"):
-                runtime.fetch(store, 2, None, "mine")
-        runtime.channel.exchange(b"", "the end")
-
-    all_well(run_ranks(2, body))
-
-
 def test_what_changes_while_it_is_copied_is_not_sent() -> None:
     def body(runtime: Runtime) -> None:
         store, rank = runtime.open_store(), runtime.rank

@@ -414,30 +414,19 @@ def test_where_the_network_has_changed_more_interference_is_believed() -> None:
     assert [tuner.costs.kappa for tuner in job.tuners if tuner.costs] == [8.0, 8.0]
 
 
-def test_a_short_change_is_not() -> None:
-    job, now = installed()
+@pytest.mark.parametrize(
+    ("seconds", "threshold"),
+    [
+        (lambda step: 3.0 if step % 100 < 30 else 1.0, 0.25),
+        (lambda step: 1.0 if step < 40 else 1.2, 0.25),
+        (lambda step: 1.0 if step < 40 else 50.0, 0.0),
+    ],
+    ids=["short", "small", "turned off"],
+)
+def test_other_changes_are_not(seconds: Callable[[int], float], threshold: float) -> None:
+    job, now = installed(config=replace(CONFIG, replan_threshold=threshold))
     for step in range(600):
-        now[0] = 3.0 if step % 100 < 30 else 1.0
-        job.step()
-    assert job.phases() == ["installed"]
-
-
-def test_a_small_change_is_not() -> None:
-    job, now = installed()
-    for _ in range(40):
-        job.step()
-    now[0] = 1.2
-    for _ in range(300):
-        job.step()
-    assert job.phases() == ["installed"]
-
-
-def test_drift_can_be_turned_off() -> None:
-    job, now = installed(config=Config(warmup_steps=1, profile_steps=1, replan_threshold=0.0))
-    for _ in range(40):
-        job.step()
-    now[0] = 50.0
-    for _ in range(300):
+        now[0] = seconds(step)
         job.step()
     assert job.phases() == ["installed"]
 
