@@ -344,7 +344,7 @@ TORCH = [
         "torch/updates.py",
         "{k: targets.pop(k) for k in early if k in targets}",
         "{k: targets[k] for k in early if k in targets}",
-        ("tests/parallel/test_torch.py", "-k", "optimizer and 2-ps_layerwise"),
+        ("tests/parallel/test_torch.py", "-k", "held and 2-ps_layerwise"),
     ),
     Mutation(
         "torch/state_sharding.py",

@@ -192,3 +192,36 @@ def test_the_fastest_large_message_tells_how_long_a_byte_takes() -> None:
         begun_s = time.monotonic() - seconds
         pace.note_end(MpiWork(Mock(), 0, None, nbytes, begun_s=begun_s))
     assert pace.least_s_per_byte == pytest.approx(400.0 / (8 << 20), rel=0.1)
+
+
+def test_leaving_with_messages_under_way_ends_the_progress_group() -> None:
+    """What is begun for them would otherwise go on, in memory that is gone."""
+    progress_group = group(1, 2)
+    leaving, staying = (
+        plain_channel(progress_group, Chunking()),
+        plain_channel(progress_group, Chunking()),
+    )
+    job = Recorded(0, 1, [])
+    work_of(leaving, [job])
+    work = work_of(staying, [Recorded(1, 1, [])])
+    kept = weakref.ref(job)
+    leaving.leave()
+    with pytest.raises(BackendError, match="abandoned with messages under way"):
+        work.test()
+    del job, leaving
+    gc.collect()
+    assert kept() is not None
+
+
+def test_a_work_that_is_complete_is_so_whatever_fails_beside_it() -> None:
+    progress_group = group(1, 2)
+    sound, broken = (
+        plain_channel(progress_group, Chunking()),
+        plain_channel(progress_group, Chunking()),
+    )
+    job = Recorded(0, 1, [])
+    work = work_of(sound, [job])
+    work_of(broken, [Recorded(1, 13, [])])
+    job.complete = True
+    assert work.test()
+    assert progress_group.failure is not None

@@ -177,3 +177,12 @@ def test_requests_are_the_same_in_every_process() -> None:
     assert len({r.key for r in (REQUEST, *others)}) == 7
     assert all(0 <= r.key < 2**63 for r in others)
     assert others[-1].title == "test (2)"
+
+
+def test_an_announcement_while_the_step_ends_fails_it() -> None:
+    engine = RecordingEngine()
+    exchange = made(engine)
+    engine.during_step = lambda: announce(exchange, 0, base=5000)
+    announce(exchange, 0, 1, 2)
+    with pytest.raises(WfbpError, match="the gradient of a was announced again"):
+        exchange.reduce([1000, 1001, 1002], OUTPUTS)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.local import LocalWorld
-from wfbp.comm.arrays import storage_dtype
+from wfbp.comm.arrays import Buffer, storage_dtype
 from wfbp.comm.memory import Memory
-from wfbp.core.plan import Group, Plan
+from wfbp.core.plan import ALIGNMENT_BYTES, Group, Plan
 from wfbp.core.types import Op, Operation, TensorSpec
 from wfbp.runtime.buffers import NUM_STEP_FLAGS, STEP_CYCLE, GroupBuffer, shard_range
 from wfbp.runtime.step import Gather, Step
@@ -253,3 +253,38 @@ def test_shards_cut_no_element(numel: int, size: int, dtype: str) -> None:
     assert all(place % spec.item_bytes == 0 for bounds in ranges for place in bounds)
     assert (ranges[0][0], ranges[-1][1]) == (0, spec.nbytes)
     assert all(a[1] == b[0] for a, b in pairwise(ranges))
+
+
+def test_results_never_come_to_where_a_gradient_lies() -> None:
+    plan = plan_of([3, 0, 5, 1], "float32")
+    (buffer, _) = buffers_of(plan, 2, Op.AVERAGE)
+    members = plan.groups[0].tensors
+    lain: set[tuple[int, ...]] = set()
+    for turn in range(6):
+        slots: list[Buffer] = [buffer.result(position) for position in range(4)]
+        starts = [s.__array_interface__["data"][0] for s in slots]
+        lain.add(tuple(starts))
+        filled = [(s, slot) for s, slot in zip(starts, slots, strict=True) if slot.size]
+        assert all(s % ALIGNMENT_BYTES == 0 for s, _ in filled)
+        for k, slot in enumerate(slots):
+            slot.view(np.float32)[:] = turn + k
+        places = [0] * 4
+        for position, k in enumerate(members):
+            places[k] = starts[position]
+        buffer.pack(Step(0, places, [slots] * 4, []))
+        assert buffer.num_moves == turn + 1
+        moved = [buffer.result(position) for position in range(4)]
+        for k, (slot, new) in enumerate(zip(slots, moved, strict=True)):
+            assert not np.shares_memory(slot, new)
+            assert (new.view(np.float32) == turn + k).all()
+            new.view(np.float32)[:] = -1.0  # the average
+            assert (slot.view(np.float32) == turn + k).all()
+    assert len(lain) == 2  # back and forth
+    held = [buffer.result(0), slots[0]]  # one of either
+    places = [0] * 4
+    for k, slot in zip((members[0], members[2]), held, strict=True):
+        places[k] = slot.__array_interface__["data"][0]
+    buffer.pack(Step(0, places, [held] * 4, []))
+    assert not any(np.shares_memory(buffer.result(0), slot) for slot in held)
+    buffer.pack(step_of([None] * 4))
+    assert not any(buffer.result(position).any() for position in range(4))

@@ -138,3 +138,43 @@ def test_the_host_does_not_wait_for_samples_of_a_device(monkeypatch: pytest.Monk
     arrived.append(None)
     with pytest.raises(RuntimeError, match="weight was changed in place in this step or an earl"):
         guard.check([param])
+
+
+def test_a_change_on_a_device_is_noticed_where_it_is_sampled() -> None:
+    """By its values; PyTorch counts no changes of ``.data``."""
+    for steps, noticed in ((0, True), (20, False), (64, True)):
+        param = torch.nn.Parameter(torch.randn(40, 150))
+        param.square().sum().backward()
+        assert param.grad is not None
+        guard = GradientGuard("SGD", ["weight"], on_host=False)
+        for _ in range(steps):
+            guard.clear()
+        guard.watch(0, param.grad)
+        param.grad.data.mul_(2)
+        if noticed:
+            with pytest.raises(RuntimeError, match="weight was changed in place"):
+                guard.check([param])
+        else:
+            assert guard.check([param]) == []
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_unscaling_is_noticed_by_the_only_gradient_that_it_changes(
+    value: float, dtype: torch.dtype
+) -> None:
+    """Such as where most parameters have gradients of zeros."""
+    params = [torch.nn.Parameter(torch.ones(30, dtype=dtype)) for _ in range(80)]
+    guard = GradientGuard("SGD", [f"p{k}" for k in range(80)])
+    for step in range(20):
+        for index, param in enumerate(params):
+            param.grad = torch.full_like(param, 3.0 if index == 70 else value)
+            guard.watch(index, param.grad)
+        if step < 19:
+            guard.check(params)
+            guard.clear()
+    grad = params[70].grad
+    assert grad is not None
+    grad.data.mul_(0.5)
+    with pytest.raises(RuntimeError, match="the gradient of p70 was changed in place"):
+        guard.check(params)
