@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,8 @@ from wfbp.launcher.hosts import MOST_RANKS
 
 if TYPE_CHECKING:
     from wfbp.cli.run_files import Run
+
+_SAMPLE_BYTES = 16 << 20
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,15 +79,21 @@ def compressed(costs: Costs, trace: Trace, compression: str, num_ranks: int, of_
         raise click.UsageError(
             "--compression needs --cost: a run's own costs are those of gradients as it sent them"
         )
-    from wfbp.comm.cost_probe import codec_s
     from wfbp.runtime.arguments import ReducerOptions
 
     options = ReducerOptions("single", 1, wire=COMPRESSIONS[compression])
     specs = [replace(spec, shape=(1, spec.numel)) for spec in trace.specs]
     nbytes = sum(spec.nbytes for spec in specs) or 1
     sent_bytes, encoded = options.sent_bytes(specs, num_ranks, "")
-    encoding_s = sum(codec_s(codec, size) for codec, size in encoded.items())
+    encoding_s = sum(_codec_s_per_byte(codec) * size for codec, size in encoded.items())
     return costs.compressed(sent_bytes / nbytes or 1.0).encoded(encoding_s / nbytes)
+
+
+@functools.cache
+def _codec_s_per_byte(codec: str) -> float:
+    from wfbp.comm.cost_probe import codec_s
+
+    return codec_s(codec, _SAMPLE_BYTES) / _SAMPLE_BYTES
 
 
 def load(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import click
 
@@ -118,15 +118,19 @@ def command(
         else:
             fast = Link(link.alpha_s / FAST, link.beta_s_per_byte / FAST)
             node = Node(ranks_per_host, fast)
+        if compression != "none":
+            raise click.UsageError(
+                f"--compression is not for --algorithm {HIERARCHICAL}: within hosts all is exact"
+            )
     elif within is not None:
         raise click.UsageError("--within needs --algorithm hierarchical")
     rows = []
-    for count in workers:  # a tensor's shards get smaller, and then too small to be encoded
-        sent = compressed(costs, model, compression, max(count, 2), of_run=cost is None)
-        source = link_of(sent) if per_link else sent
-        rows += sweep(
-            [model], source, [count], names, algorithm, measured_on=measured_on, node=node
-        )
+    for count in workers:
+        at = scale(source, count, algorithm, measured_on=measured_on, node=node)
+        # A tensor's shards get smaller, and then too small to be encoded.
+        at = compressed(at, model, compression, max(count, 2), of_run=cost is None)
+        found = sweep([model], at, [count], names, measured_on=max(count, 2))
+        rows += [replace(row, algorithm=algorithm) for row in found]
     if as_json:
         results = [
             asdict(row)

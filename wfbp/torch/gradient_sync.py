@@ -284,7 +284,7 @@ class OptimizerSync:
         # The factors that this object and the program have applied to the averages, and those of
         # both of the last steps.
         self._clipped = self._scaled = 1.0
-        self._usual = deque([1.0], _USUAL_STEPS)
+        self._usual, self._used_step = deque([1.0], _USUAL_STEPS), -1
         self._averages: dict[int, torch.Tensor] = {}
         """Samples of averages that the program may change before it steps, by index."""
         self._alone = False  # whether the last step was reduced with ranks that had joined
@@ -628,7 +628,10 @@ class OptimizerSync:
         if not scale < math.inf:
             self.reducer.used_scale = 0.0
             return
-        self._usual.append(scale)
+        if self.reducer.num_steps != self._used_step:  # else the same averages are used again
+            self._used_step = self.reducer.num_steps
+            self._usual.append(scale)
+        self._usual[-1] = scale
         usual = max(self._usual)
         self.reducer.used_scale = scale / usual if scale < _UNUSUAL * usual else 1.0
 

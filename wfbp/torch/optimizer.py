@@ -177,6 +177,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_skip = False
         self._wfbp_local: list[None] = []  # one entry per no_sync() that the program is in
         self._wfbp_calls: list[str] = []  # methods of the optimizer that run; "" for a closure
+        self._wfbp_fell_back = False  # whether the guard of compression has had enough
         self._wfbp_evaluates = False  # whether synchronize() ends an evaluation of a closure
         self._wfbp_sync: OptimizerSync | None = None
         previous = wrapped_of(original)
@@ -188,8 +189,10 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         named = named_params(self, self._wfbp_known, complete)
         wire, wires = wires_of(self._wfbp_choice, named, self._wfbp_known)
         options = replace(self._wfbp_options, wire=wire, wires=wires)
-        fell_back = previous is not None and previous.reducer.fell_back
-        self._wfbp_options = options.in_16_bits() if fell_back else options
+        before = self._wfbp_sync  # none where another object was wrapped
+        if before is not None and before.reducer.fell_back:
+            self._wfbp_fell_back = True
+        self._wfbp_options = options.in_16_bits() if self._wfbp_fell_back else options
         runtime = self._wfbp_runtime
         if previous is not None and (previous.runtime is not runtime or previous.successor):
             previous = None  # it has let the parameters go

@@ -50,6 +50,8 @@ def test_compression_of_tensors_that_are_large_enough_for_each_number_of_workers
     assert small[0] == exact[0] == pytest.approx(0.0)
     assert small[1] < 0.5 * exact[1]
     assert small[2] > 0.7 * exact[2], "few tensors have 8 MiB"
+    refused = wfbp(*words, "--algorithm", "hierarchical", "--compression", "int8")
+    assert_refused(refused, "is not for --algorithm hierarchical")
 
 
 def test_the_recommended_schedules_are_shown_in_80_columns(tmp_path: Path) -> None:
