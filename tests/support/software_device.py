@@ -174,7 +174,6 @@ class SoftwareDevice(Device):
         for free in self._free.values():
             free.clear()
 
-    @property
     def free_bytes(self) -> int:
         return self.room_bytes
 
