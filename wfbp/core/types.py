@@ -79,7 +79,7 @@ CODEC_BLOCK = 256
 """Elements that are encoded together."""
 
 CODECS = {"int8": (1, 2), "int4": (0, 144)}
-"""Encodings of float32 gradients for sending: bytes per element, and beside these per block."""
+"""Encodings of float32 gradients for sending, with their bytes per element and per block."""
 
 AUTO_WIRES = {
     "auto:bfloat16": ("", "bfloat16"),
