@@ -304,7 +304,8 @@ def main(out: str, layout: str, codec: str) -> None:
     hosts = in_rows(sizes or [1] * size)
     guards = ("warn", "fallback", "off") if codec == "int8" else ()
     results = {
-        # First: of the many exchanges here, later ones find no flags left in shared memory.
+        # First: the last of the many exchanges here had other bits on hosts of several ranks. The
+        # cause is unknown; perhaps shared memory had no flags left.
         "guarded": {how: guarded(rank, how) for how in guards},
         "adam": {name: trained(name, rank, adam, codec) for name in SCHEDULES},
         "momentum": {name: trained(name, rank, momentum, codec) for name in SCHEDULES},
