@@ -67,9 +67,12 @@ def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
 def test_there_are_so_many_channels() -> None:
     memory = connected(1)[0]
     line, alone = plain_channel(group(0, 1), size=1), Topology(((0,),), 0, WINDOW)
-    found = [TwoLevel.of(memory, line, alone) for _ in range(300)]
+    found = [TwoLevel.of(memory, line, alone) for _ in range(NUM_FLAG_SETS)]
     assert found.index(None) == NUM_FLAG_SETS // 2  # the others are for groups of some ranks
+    assert found.index(None) > 2 * 500, "two per optimizer"
     assert TwoLevel.of(None, line, alone) is None
+    with pytest.raises(BackendError, match="rank 0 of 1: more than 1023 channels"):
+        TwoLevel.of(memory, line, Topology(((0,), (1,)), 0, WINDOW))
 
 
 def ready(size: int, numel: int) -> tuple[list[SharedMemory], list[Buffer], list[MpiWork[None]]]:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PAGE_BYTES = mmap.PAGESIZE
-HEADER_BYTES = 1 << 20
+HEADER_BYTES = 8 << 20
 """Start of each rank's memory, reserved for flags (``two_level``)."""
-NUM_FLAG_SETS = 255
+NUM_FLAG_SETS = 2047
 """Sets of flags in the header: those of channels from the first, those of groups from the last."""
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 """Whether stores become visible in order, so that a flag written after data implies the data."""

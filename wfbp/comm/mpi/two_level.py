@@ -25,10 +25,11 @@ import numpy as np
 from wfbp import native
 from wfbp.comm.arrays import HALF, Buffer, Piece, Segment, between, pieces, reduction, split
 from wfbp.comm.backend import Work
-from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SharedMemory
+from wfbp.comm.mpi.shm_memory import HEADER_BYTES, NUM_FLAG_SETS, SWITCH, SharedMemory
 from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import Channel, ProgressGroup, Task, Watch
 from wfbp.core.types import CODEC_BLOCK, Op
+from wfbp.errors import BackendError
 from wfbp.native import copy, reduce_shards
 
 WAITING, READY, COMBINED, REDUCED, TAKEN = range(5)
@@ -302,9 +303,18 @@ class TwoLevel:
     def of(
         cls, memory: SharedMemory | None, channel: Channel, topology: Topology
     ) -> TwoLevel | None:
-        """Those of a new channel; None without shared memory, or if no flags are left."""
-        if memory is None or (number := memory.next_flag_set()) < 0:
+        """Those of a new channel; None without shared memory, or, on one host, if no flags are
+        left. Between hosts ``BackendError``: sums of messages alone have other bits."""
+        if memory is None:
             return None
+        if (number := memory.next_flag_set()) < 0:
+            if len(topology.hosts) == 1:
+                return None
+            raise BackendError(
+                f"rank {channel.rank} of {channel.size}: more than {NUM_FLAG_SETS // 2} channels "
+                "are in use on two levels, two of them by each optimizer. Delete optimizers that "
+                f"are not used any more, or set {SWITCH}=0"
+            )
         here = topology.here
         places = [(place, number) for place in range(len(here))]
         flags = SharedFlags(memory, here.index(channel.rank), places, channel.group)

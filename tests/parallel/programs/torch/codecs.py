@@ -304,9 +304,6 @@ def main(out: str, layout: str, codec: str) -> None:
     hosts = in_rows(sizes or [1] * size)
     guards = ("warn", "fallback", "off") if codec == "int8" else ()
     results = {
-        # First: the last of the many exchanges here had other bits on hosts of several ranks. The
-        # cause is unknown; perhaps shared memory had no flags left.
-        "guarded": {how: guarded(rank, how) for how in guards},
         "adam": {name: trained(name, rank, adam, codec) for name in SCHEDULES},
         "momentum": {name: trained(name, rank, momentum, codec) for name in SCHEDULES},
         "averages": {
@@ -318,6 +315,7 @@ def main(out: str, layout: str, codec: str) -> None:
             "jax": differentiated("layerwise", rank, "none"),
         },
         "differ": {name: compared(name, rank, hosts, codec) for name in ("oasr", "independent")},
+        "guarded": {how: guarded(rank, how) for how in guards},
     }
     if codec == "int8":
         results |= applied(rank)
