@@ -4,6 +4,9 @@ Every start is a job of its own: ``auto`` measures, tries and installs a plan as
 the fixed schedules install theirs, and then all are timed in turns, as in the training benchmark.
 The *regret* of a start is the median iteration of ``auto`` over the best fixed schedule's. (The
 least of several noisy medians is itself too low by chance, so a regret of 1.01 may be none.)
+
+With ``--compression auto:int8`` the plan also chooses how gradients are sent, and its rivals are
+``auto`` without compression, with ``bf16``, and with ``int8``.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from tests.benchmarks.training import (
 )
 from wfbp.cli.tables import print_table
 from wfbp.core.planners import PLANNERS
+from wfbp.core.types import COMPRESSIONS
 
 LIMIT = 1.03
 SHARE = 0.9
@@ -58,26 +62,33 @@ class Start:
         return self.auto_s / self.best_s
 
     @classmethod
-    def of(cls, model: str, document: Mapping[str, Any]) -> Start:
+    def of(cls, model: str, document: Mapping[str, Any], auto: str, others: Sequence[str]) -> Start:
         """From what the training benchmark measured."""
-        found, report = medians(document), document["reports"][AUTO]
-        best = min((name for name in found if name in FIXED), key=lambda name: found[name])
+        found, report = medians(document), document["reports"][auto]
+        best = min((name for name in found if name in others), key=lambda name: found[name])
         late = "" if report.get("overlap", True) else ", late"
         plan = f"{report['schedule']}, {report['num_groups']} groups{late}"
-        return cls(model, found[AUTO], plan, best.removeprefix("wfbp-"), found[best])
+        if auto != AUTO:
+            plan += f", {'/'.join(report['sent_as'])}"
+        return cls(model, found[auto], plan, best.removeprefix("wfbp-"), found[best])
 
 
 def main(words: Sequence[str]) -> int:
     """Start, measure, and print a table; exit status."""
     options = arguments(words)
+    auto, others = AUTO, FIXED
+    if options.compression:
+        least = options.compression.removeprefix("auto:")
+        auto = f"{AUTO}/{options.compression}"
+        others = [f"{AUTO}/{sent}" for sent in dict.fromkeys(["none", "bf16", least])]
     starts: list[Start] = []
     for number in range(options.starts):
         for model in options.models:
             job = (options.link, options.np, options.hosts)
-            document = measure(model, [*FIXED, AUTO], options.rounds, *job)
+            document = measure(model, [*others, auto], options.rounds, *job)
             if document is None:
                 return 1
-            start = Start.of(model, document)
+            start = Start.of(model, document, auto, others)
             starts.append(start)
             print(
                 f"start {number + 1}, {model}: {start.auto_s * 1e3:.1f} ms by auto ({start.plan}), "
@@ -95,6 +106,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks regret", description=__doc__)
     parser.add_argument("--starts", type=int, default=1, help="fresh starts of auto per model")
+    parser.add_argument("--compression", choices=[c for c in COMPRESSIONS if ":" in c])
     add_arguments(parser, MODELS, list(MODELS))
     return parser.parse_args(words)
 

@@ -104,6 +104,7 @@ class Contestant:
     exchange: Callable[[], None] = lambda: None
     begin: Callable[[], object] = lambda: None
     end: Callable[[], object] = lambda: None
+    compression: str = "none"
     seconds: list[float] = field(default_factory=list)
     """Per iteration, one number per block; so are the next."""
     cpu_seconds: list[float] = field(default_factory=list)
@@ -153,7 +154,7 @@ def check_contestant(name: str) -> None:
     if not _NAMES.fullmatch(name):
         raise ValueError(
             f"contestant {name!r}: expected none, {REFERENCE}, {FLAT}, ddp, {BEST_DDP}, horovod, "
-            "wfbp-auto, wfbp-SCHEDULE or ddp-MIB"
+            "wfbp-auto, wfbp-SCHEDULE, wfbp-SCHEDULE/COMPRESSION or ddp-MIB"
         )
     if name == "horovod" and find_spec("horovod") is None:
         raise ValueError("contestant 'horovod': Horovod is not installed")
@@ -164,7 +165,8 @@ def make_contestant(
 ) -> Contestant:
     """A copy of the model that trains as the name tells; collective.
 
-    ``compression`` is how wfbp sends gradients; all others send them as they are.
+    ``compression`` is how wfbp sends gradients, unless a name ends otherwise, as in
+    ``wfbp-auto/int8``; all others send them as they are.
     """
     made = Contestant(name, model, sgd, model, sgd)
     kind, _, choice = name.partition("-")
@@ -183,11 +185,13 @@ def make_contestant(
         made.begin, made.end = lambda: hvd.is_initialized() or hvd.init(), hvd.shutdown
         made.end()  # others warm up first, and choose their plans
     elif kind == "wfbp":
+        schedule, _, own = choice.partition("/")
+        made.compression = own or compression
         made.optimizer = wfbp.torch.DistributedOptimizer(
             sgd,
             named_parameters=model.named_parameters(),
-            schedule=choice,
-            compression=compression,
+            schedule=schedule,
+            compression=made.compression,
         )
     return made
 
@@ -286,7 +290,7 @@ def run(
         contestant.reset(state, TIMED_RATE)
         _say(f"{contestant.name}: ready after {counted(_warm_up(contestant, batches), 'step')}")
     reference = next(c for c in contestants if c.name == REFERENCE)
-    _compare(contestants, reference, state, batches, compression)
+    _compare(contestants, reference, state, batches)
     for contestant in contestants:
         contestant.reset(state, TIMED_RATE)
     length = max(2, round(BLOCK_S / _time(reference, batches, 2)[0]))
@@ -350,11 +354,10 @@ def _compare(
     reference: Contestant,
     state: dict[str, Any],
     batches: Sequence[Batch],
-    compression: str,
 ) -> None:
     """Raise ``RuntimeError`` unless all that communicate reach the reference's parameters."""
 
-    exact = compression == "none" and MPI.COMM_WORLD.Get_size() <= 2
+    exact = {c.compression for c in contestants} == {"none"} and MPI.COMM_WORLD.Get_size() <= 2
     most_steps = NUM_STEPS if exact else 1
 
     def trained(contestant: Contestant, num_steps: int = most_steps) -> torch.Tensor:
@@ -370,7 +373,7 @@ def _compare(
             continue
         change = float((trained(contestant) - wanted).norm() / (wanted - start).norm())
         worst: float = MPI.COMM_WORLD.allreduce(change, MPI.MAX)
-        tolerance = TOLERANCES[compression] if contestant.plans else TOLERANCE
+        tolerance = TOLERANCES[contestant.compression]
         if not worst <= tolerance:  # written so that no number fails
             raise RuntimeError(
                 f"{contestant.name} trains something else than {REFERENCE}: after "

@@ -73,17 +73,19 @@ def test_every_usual_contestant_is_known() -> None:
 
 def test_regret_is_against_the_best_fixed_schedule_and_nothing_else() -> None:
     found = document(mpi_per_tensor=0.5, wfbp_auto=1.1, wfbp_oasr=1.2, wfbp_single=1.0, wfbp_ps=0.9)
-    start = regret.Start.of("mlp", found)
+    start = regret.Start.of("mlp", found, training.AUTO, regret.FIXED)
     assert start.regret == pytest.approx(1.1)
     assert (start.best, start.plan) == ("single", "oasr, 3 groups, late")
 
 
 def test_the_table_of_regret_tells_where_the_share_is_missed() -> None:
-    starts = [
-        regret.Start.of("mlp", document(wfbp_auto=1.0 + 0.1 * (k == 0), wfbp_oasr=1.0))
-        for k in range(10)
-    ]
-    starts.append(regret.Start.of("lstm", document(wfbp_auto=1.04, wfbp_oasr=1.0)))
+
+    def start(model: str, seconds: float) -> regret.Start:
+        found = document(wfbp_auto=seconds, wfbp_oasr=1.0)
+        return regret.Start.of(model, found, training.AUTO, regret.FIXED)
+
+    starts = [start("mlp", 1.0 + 0.1 * (k == 0)) for k in range(10)]
+    starts.append(start("lstm", 1.04))
     headings, rows = regret.table(starts)
     assert [row[:5] for row in rows] == [
         ["mlp", "10", "1.000", "1.100", "90%"],
@@ -113,10 +115,11 @@ def test_compression_reaches_the_optimizers(
     made: list[Any] = []
     monkeypatch.setattr(wfbp.torch, "DistributedOptimizer", lambda *_, **by: made.append(by))
     model = torch.nn.Linear(1, 1)
-    for name in ("wfbp-single", ranks.REFERENCE):
+    for name in ("wfbp-single", "wfbp-oasr/auto:int4", ranks.REFERENCE):
         sgd = torch.optim.SGD(model.parameters(), lr=1.0)
         ranks.make_contestant(name, model, sgd, given[0][-1])
-    assert [(by["schedule"], by["compression"]) for by in made] == [("single", "int8")]
+    found = [(by["schedule"], by["compression"]) for by in made]
+    assert found == [("single", "int8"), ("oasr", "auto:int4")]
 
 
 def test_titles_tell_the_compression(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

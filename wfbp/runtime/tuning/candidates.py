@@ -66,11 +66,10 @@ def auto_candidates(
     def predicted_of(plan: Plan) -> float:
         return iteration_s(plan, trace, costs)
 
-    # Of a schedule that searches a threshold, only the most promising one.
-    plans = [
-        min(fixed_candidates(name, trace, costs, threshold_bytes), key=predicted_of)
-        for name in names
-    ]
+    plans = []
+    for name in names:  # of a schedule that searches a threshold, the two most promising ones
+        fixed = fixed_candidates(name, trace, costs, threshold_bytes)
+        plans += sorted(fixed, key=predicted_of)[:2]
     # Messages also share memory with compute, or run while it waits: plan for other interference.
     other = replace(costs, kappa=0.0 if costs.kappa > _GUESSED_KAPPA / 2 else _GUESSED_KAPPA)
     plans += [make(n, trace, other, threshold_bytes) for n in ("oasr", "hybrid") if n in names]
