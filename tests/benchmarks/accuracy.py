@@ -3,7 +3,8 @@
     python tools/link.py run --rate 10gbit -np 2 -- python -m tests.benchmarks accuracy
 
 A GPT on text (AdamW, clipping) and a convolutional network on digits (SGD with momentum), for some
-seeds. On one host nothing is encoded.
+seeds. On one host nothing is encoded. ``--local-steps 30`` adds training by local steps, which
+exchange each of four fragments every so many steps, in 4 bits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from wfbp.core.types import COMPRESSIONS
 
 CONTEXT, WIDTH, DEPTH = 64, 128, 2
 LR = 2e-3
+LOCAL = "local steps"
 Evaluate = Callable[[nn.Module], float]
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -79,12 +82,18 @@ def digits_task(
 TASKS = {"text": text_task, "digits": digits_task}
 
 
-def trained(task: str, compression: str, seed: int, steps: int) -> float:
-    """The loss after some steps."""
-    model, original, batches, evaluate = TASKS[task](seed, 8)
-    optimizer = wfbp.DistributedOptimizer(
-        original, model.named_parameters(), compression=compression, schedule="oasr"
-    )
+def trained(task: str, compression: str, seed: int, steps: int, every: int) -> float:
+    """The loss after some steps, which are local if ``compression`` is so."""
+    model, optimizer, batches, evaluate = TASKS[task](seed, 8)
+    local = None
+    clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
+    if compression == LOCAL:
+        local = wfbp.LocalSteps(optimizer, model.named_parameters(), every=every)
+    else:
+        optimizer = wfbp.DistributedOptimizer(
+            optimizer, model.named_parameters(), compression=compression, schedule="oasr"
+        )
+        clip = optimizer.clip_grad_norm_
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         inputs, targets = next(batches)
@@ -92,10 +101,12 @@ def trained(task: str, compression: str, seed: int, steps: int) -> float:
         loss = functional.cross_entropy(output.flatten(0, -2), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
-        optimizer.clip_grad_norm_(1.0)
+        clip(1.0)
         optimizer.step()
         decay.step()
-    if compression == "int8" and "int8" not in optimizer.report()["sent_as"]:
+    if local is not None:
+        local.synchronize()
+    elif compression == "int8" and "int8" not in optimizer.report()["sent_as"]:
         raise SystemExit("nothing was encoded: start ranks on several hosts, as tools/link.py does")
     with torch.no_grad():
         return evaluate(model)
@@ -110,15 +121,20 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--tasks", type=names(TASKS), default=list(TASKS))
     parser.add_argument("--compressions", type=names(COMPRESSIONS), default=["bf16", "int8"])
+    parser.add_argument("--local-steps", type=int, default=0, help="from one exchange to the next")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args(argv)
+    by_local_steps = [LOCAL] if options.local_steps else []
     torch.set_num_threads(1)
     wfbp.init()
     for task in options.tasks:
         losses = {
-            name: [trained(task, name, seed, options.steps) for seed in range(options.seeds)]
-            for name in dict.fromkeys(["none", *options.compressions])
+            name: [
+                trained(task, name, seed, options.steps, options.local_steps)
+                for seed in range(options.seeds)
+            ]
+            for name in dict.fromkeys(["none", *options.compressions, *by_local_steps])
         }
         rows = []
         for name, found in losses.items():

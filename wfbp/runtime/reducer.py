@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from wfbp.comm.arrays import Buffer
 from wfbp.comm.locations import Location, in_host_memory
 from wfbp.comm.memory import Dependencies, Stamp
 from wfbp.core.cost import Costs
@@ -685,6 +686,11 @@ class Reducer:
     def may_decouple(self) -> bool:
         """Whether any plan may leave this rank shards of gradients."""
         return len(self.tuner.operations) > 1
+
+    def errors_of_encoding(self) -> list[Buffer]:
+        """Of each tensor that a plan may encode, this rank's errors of its gradient and of its
+        shard of the sum (float32), which the next step makes up for; no step is under way."""
+        return [error for index in self.encoded for error in self._lane.errors.of(index)]
 
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; see :func:`make_report`."""

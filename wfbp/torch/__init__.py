@@ -55,6 +55,7 @@ from wfbp.torch.collectives import (
 from wfbp.torch.compiling import compile_backend, uncompiled
 from wfbp.torch.compression import Compression
 from wfbp.torch.ending import join
+from wfbp.torch.local_steps import LocalSteps
 from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.state import (
     broadcast_buffers,
@@ -78,6 +79,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "DistributedOptimizerBase",
+    "LocalSteps",
     "Max",
     "Min",
     "ProcessSet",

@@ -1,0 +1,215 @@
+"""Usage: mpirun -n N python local_steps.py OUT
+
+Trains by local steps, each rank on a host of its own, beside all ranks' training in this process;
+writes what each part found.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import wfbp.torch as hvd
+from tests.support.cores import leave_cores
+from tests.support.hosts import as_on_hosts, in_rows
+from wfbp.config import read_environment
+
+CONFIG = replace(read_environment()[0], probe_budget_s=0.02, timeout_s=60.0)
+OUTER: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1.0),
+    "nesterov": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
+}
+
+
+def digest(arrays: Iterable[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(a.detach().numpy().tobytes() for a in arrays)).hexdigest()
+
+
+def model() -> nn.Module:
+    """Large and small tensors, and one whose gradient is always zero."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(40, 90), nn.Tanh(), nn.Linear(90, 60), nn.Linear(60, 2))
+    made.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    return made
+
+
+def loss(made: nn.Module, rank: int, step: int) -> torch.Tensor:
+    batch = torch.Generator().manual_seed(1000 * rank + step)
+    return made(torch.randn(5, 40, generator=batch)).square().mean()
+
+
+def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def take_steps(
+    made: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], rank: int
+) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss(made, rank, step).backward()
+        optimizer.step()
+
+
+def expected(
+    size: int, steps: int, every: int, delay: int, bounds: Sequence[int], outer: str
+) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Every rank's parameters after some steps, and the common ones, with exact averages."""
+    models = [model() for _ in range(size)]
+    inner = [adam(each.parameters()) for each in models]
+    common = [p.detach().clone() for p in models[0].parameters()]
+    parts = list(itertools.pairwise(bounds))
+    outers = [OUTER[outer](common[a:b]) for a, b in parts]
+    left: dict[int, list[list[torch.Tensor]]] = {}
+    for step in range(1, steps + 1):
+        for rank in range(size):
+            take_steps(models[rank], inner[rank], [step], rank)
+        for k, (a, b) in enumerate(parts):
+            phase = every * (k + 1) // len(parts)
+            now = [list(each.parameters())[a:b] for each in models]
+            if step >= phase and (step - phase) % every == 0:
+                left[k] = [[p.detach().clone() for p in params] for params in now]
+            if step - delay >= phase and (step - delay - phase) % every == 0:
+                then = left.pop(k)
+                for number, tensor in enumerate(common[a:b]):
+                    tensor.grad = tensor - torch.stack([each[number] for each in then]).mean(0)
+                outers[k].step()
+                for params, old in zip(now, then, strict=True):
+                    for param, tensor, before in zip(params, common[a:b], old, strict=True):
+                        param.detach().add_(tensor - before)
+    return [[p.detach() for p in each.parameters()] for each in models], common
+
+
+def differs(rank: int, size: int, bounds: Sequence[int], outer: str, **numbers: int) -> float:
+    """How far parameters are from the expected ones after some steps, relative."""
+    made = model()
+    optimizer = adam(made.parameters())
+    local = hvd.LocalSteps(
+        optimizer,
+        made.named_parameters(),
+        fragments=len(bounds) - 1,
+        outer=outer,
+        compression="none",
+        **numbers,
+    )
+    steps, params = 26, list(made.parameters())
+    assert [len(f.params) for f in local._fragments] == [
+        b - a for a, b in itertools.pairwise(bounds)
+    ]
+    take_steps(made, optimizer, range(1, steps + 1), rank)
+    wanted, common = expected(size, steps, numbers["every"], local._delay, bounds, outer)
+    pairs = [*zip(params, wanted[rank], strict=True)]
+    with local.averaged():
+        pairs += [(p.detach().clone(), c) for p, c in zip(params, common, strict=True)]
+    pairs += [*zip(params, wanted[rank], strict=True)]
+    return max(float((a - b).detach().norm() / b.norm()) for a, b in pairs)
+
+
+def as_plain(rank: int, size: int) -> float:
+    """By every step and the plain average, against training with averaged gradients."""
+    both = []
+    for number in range(2):
+        made = model()
+        optimizer: Any = torch.optim.SGD(made.parameters(), lr=0.1)
+        if number:
+            hvd.LocalSteps(optimizer, every=1, fragments=1, outer="sgd", compression="none")
+        else:
+            optimizer = hvd.DistributedOptimizer(optimizer, schedule="single")
+        take_steps(made, optimizer, range(20), rank)
+        both.append(torch.cat([p.detach().flatten() for p in made.parameters()]))
+    return float((both[0] - both[1]).norm() / both[0].norm())
+
+
+def ends(rank: int, compression: str) -> dict[str, Any]:
+    """Training that was saved while a fragment was under way, and one that was not; and what ranks
+    have at the end."""
+    digests = []
+    for stops in (False, True):
+        made = model()
+        optimizer = adam(made.parameters())
+        how: Any = {"every": 8, "fragments": 2, "delay": 2, "compression": compression}
+        local = hvd.LocalSteps(optimizer, made.named_parameters(), **how)
+        take_steps(made, optimizer, range(13), rank)  # one fragment was sent after step 12
+        if stops:
+            kept = copy.deepcopy([made.state_dict(), optimizer.state_dict(), local.state_dict()])
+            take_steps(made, optimizer, range(2), rank)  # which are lost
+            made = model()
+            optimizer = adam(made.parameters())
+            local = hvd.LocalSteps(optimizer, made.named_parameters(), **how)
+            made.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+            local.load_state_dict(kept[2])
+        take_steps(made, optimizer, range(13, 31), rank)
+        digests.append(digest(made.parameters()))
+        local.synchronize()
+        digests.append(digest(made.parameters()))
+        digests.append(digest([t for f in local._fragments for t in f.common]))
+    return {
+        "resumed equal": digests[:3] == digests[3:],
+        "own": digests[0],
+        "common": digests[1:3],
+        "exchanges": local.num_exchanges,
+    }
+
+
+def message(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def other_values(rank: int) -> str:
+    made = model()
+    with torch.no_grad():
+        made[0].weight += rank
+    return message(lambda: hvd.LocalSteps(adam(made.parameters()), made.named_parameters()))
+
+
+def fewer_steps(rank: int) -> str:
+    """A rank that has skipped a step ends, while others are in the middle of training."""
+    made = model()
+    optimizer = adam(made.parameters())
+    local = hvd.LocalSteps(optimizer, every=4, fragments=1, delay=0)
+
+    def act() -> None:
+        take_steps(made, optimizer, range(7 if rank == 1 else 8), rank)
+        local.synchronize()
+
+    return message(act)
+
+
+def main(out: str) -> None:
+    leave_cores()
+    torch.set_num_threads(1)
+    with as_on_hosts(lambda size: in_rows([1] * size)):
+        hvd.init(config=CONFIG)
+    rank, size = hvd.rank(), hvd.size()
+    results: dict[str, Any] = {
+        "differ": {
+            "one": differs(rank, size, [0, 7], "sgd", every=3, delay=0),
+            "delayed": differs(rank, size, [0, 7], "nesterov", every=4, delay=3),
+            "two": differs(rank, size, [0, 3, 7], "nesterov", every=8),
+        },
+        "as plain": as_plain(rank, size),
+        "ends": {name: ends(rank, name) for name in ("none", "bf16", "int8", "int4")},
+    }
+    if size > 1:
+        results["other values"] = other_values(rank)
+        results["fewer steps"] = fewer_steps(rank)
+    Path(out, f"rank{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
