@@ -2,8 +2,8 @@
 
 Under ``mpirun``, ``wfbprun`` or ``srun`` no address, port or rank is needed. In reading order:
 ``groups`` (how ranks meet), ``process_group`` (what PyTorch calls), ``work`` (what callers wait
-for), its subclasses in ``group_collectives`` and ``group_messages`` (what ranks exchange), and
-``group_lane`` (the communication thread's side).
+for), its subclasses in ``group_collectives`` and ``group_messages`` (what ranks exchange),
+``group_lane`` (the communication thread's side), and ``comm_hook`` (fewer bits, for DDP).
 
 Example:
     >>> import torch, torch.distributed as dist
@@ -27,9 +27,10 @@ from torch.distributed.rendezvous import _rendezvous_handlers as rendezvous_hand
 
 from wfbp.runtime import launched
 from wfbp.torch.distributed import groups
+from wfbp.torch.distributed.comm_hook import comm_hook
 from wfbp.torch.distributed.process_group import ProcessGroup
 
-__all__ = ["ProcessGroup", "register"]
+__all__ = ["ProcessGroup", "comm_hook", "register"]
 
 
 @functools.cache

@@ -171,6 +171,13 @@ class ProcessGroup(dist.ProcessGroup):
             calls.append(call)
         return self._submit(calls, options.asyncOp)
 
+    def begin(self, name: str, describe: Callable[[GroupCollective], None]) -> GroupWork:
+        """Begin a collective that PyTorch does not know."""
+        timeout_s, thread = self._timeout.total_seconds(), self._runtime.thread
+        call = GroupCollective(name, self.exchange, None, thread, timeout_s)
+        describe(call)
+        return self._submit([call], wakes=True)
+
     def _submit(self, works: Sequence[GroupCollective | GroupMessage], wakes: bool) -> GroupWork:
         """Begin operations, and return what completes with them."""
         self._runtime.check()

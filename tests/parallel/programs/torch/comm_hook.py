@@ -1,0 +1,98 @@
+"""Usage: mpirun -n N python comm_hook.py OUT
+
+Trains by DistributedDataParallel with hooks that send fewer bits, each rank on a host of its own,
+and by a ``DistributedOptimizer`` with the same compression; writes what each has found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wfbp.torch as hvd
+from tests.support.cores import leave_cores
+from tests.support.hosts import as_on_hosts, in_rows
+from wfbp.torch.distributed import comm_hook
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(50, 64), nn.Linear(64, 200), nn.Tanh(), nn.Linear(200, 70), nn.Linear(70, 3)
+    )
+
+
+def train(module: nn.Module, optimizer: Any, clears: bool = True) -> str:
+    """Parameters after some steps; in some, gradients of two passes are added up."""
+    rank = dist.get_rank()
+    data = torch.Generator().manual_seed(rank)
+    for step in range(12):
+        optimizer.zero_grad(set_to_none=clears)
+        for last in (False, True)[step % 3 != 2 :]:
+            chosen = torch.randint(50, (8,), generator=data)
+            if last:
+                module(chosen).square().mean().backward()
+            else:
+                with getattr(module, "no_sync", getattr(optimizer, "no_sync", None))():
+                    module(chosen).square().mean().backward()
+        optimizer.step()
+    values = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+    return hashlib.sha256(values).hexdigest()
+
+
+def momentum(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_hook(compression: str, bucket_mb: float, clears: bool = True) -> str:
+    module = DistributedDataParallel(model(), bucket_cap_mb=bucket_mb)
+    module.register_comm_hook(None, comm_hook(compression))
+    return train(module, momentum(module), clears)
+
+
+def by_optimizer(compression: str) -> str:
+    module = model()
+    how: Any = {"compression": compression, "schedule": "single"}
+    return train(module, hvd.DistributedOptimizer(momentum(module), **how))
+
+
+def message(compression: Any, state: Any = None) -> str:
+    module = DistributedDataParallel(model())
+    try:
+        module.register_comm_hook(state, comm_hook(compression))
+        module(torch.arange(8)).sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def main(out: str) -> None:
+    leave_cores()
+    torch.set_num_threads(1)
+    with as_on_hosts(lambda size: in_rows([1] * size)):
+        dist.init_process_group("wfbp", init_method="wfbp://")
+    results: dict[str, Any] = {
+        name: {
+            "optimizer": by_optimizer(name),
+            "hook": by_hook(name, 25),
+            "small buckets": by_hook(name, 0.05),
+            "gradients that are kept": by_hook(name, 25, clears=False),
+        }
+        for name in ("none", "bf16", "int8", "int4")
+    }
+    results["auto"], results["rules"] = message("auto:int8"), message({"*": "int8"})
+    results["state"] = message("int8", "a group")
+    Path(out, f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

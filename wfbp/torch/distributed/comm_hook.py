@@ -1,0 +1,165 @@
+"""A communication hook, which sends the gradients of DistributedDataParallel in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wfbp.comm.backend import Work
+from wfbp.comm.memory import Memory
+from wfbp.core.plan import Group, Plan
+from wfbp.core.types import Op, TensorSpec
+from wfbp.runtime.arguments import ReducerOptions
+from wfbp.runtime.buffers import GroupBuffer
+from wfbp.runtime.coded_buffer import ErrorFeedback, MixedBuffer, make_buffer
+from wfbp.runtime.step import Step
+from wfbp.torch import tensors
+from wfbp.torch.compression import Choice, wires_of
+from wfbp.torch.distributed.group_collectives import GroupCollective, sizes
+from wfbp.torch.distributed.process_group import ProcessGroup
+
+Hook = Callable[[Any, dist.GradBucket], Any]
+
+
+def comm_hook(compression: Choice = "int8") -> Hook:
+    """A hook for ``DistributedDataParallel.register_comm_hook`` over the backend ``wfbp``.
+
+    Gradients are sent as by the argument of :func:`wfbp.torch.DistributedOptimizer`, without
+    ``auto`` and without rules, since DDP tells no names; then they are averaged. What rounding
+    leaves out is added to the next step's gradients. Every model needs a hook of its own.
+
+    Args:
+        compression: ``"fp16"``, ``"bf16"``, ``"int8"`` or ``"int4"``.
+
+    Returns:
+        The hook. Its first argument, the state, is the process group, or None for the default one.
+
+    Raises:
+        TypeError: in the first backward pass, if the group has another backend.
+        ValueError: a bad argument.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> import wfbp.torch.distributed
+        >>> dist.init_process_group("wfbp", init_method="wfbp://")
+        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        >>> model.register_comm_hook(None, wfbp.torch.distributed.comm_hook("int8"))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> dist.destroy_process_group()
+    """
+    wire, _ = wires_of(compression, [])
+    options = ReducerOptions("single", 1, Op.AVERAGE, name="comm_hook", wire=wire)
+    if isinstance(compression, Mapping) or len(options.choices) > 1:
+        raise ValueError(f"compression is {compression!r}; a hook needs one name, without auto")
+    kept = Errors()
+    buckets: dict[int, Bucket] = {}
+
+    def hook(state: Any, bucket: dist.GradBucket) -> Any:
+        group = dist.group.WORLD if state is None else state
+        if not isinstance(group, ProcessGroup):
+            raise TypeError(
+                f"wfbp's hook was given {group!r} as the process group; it needs one of the "
+                'backend wfbp: init_process_group("wfbp", init_method="wfbp://")'
+            )
+        known = buckets.get(bucket.index())
+        if known is None or not known.is_of(group, bucket):  # DDP changes them after a step
+            known = buckets[bucket.index()] = Bucket(group, bucket, compression, kept)
+        return known.reduce(bucket)
+
+    hook.__annotations__.clear()  # which PyTorch compares with types, and not with their names
+    return hook
+
+
+class Errors:
+    """The errors of encoding of one model's gradients, and the number of each parameter."""
+
+    def __init__(self) -> None:
+        self.specs: list[TensorSpec] = []
+        self._numbers: dict[int, int] = {}
+        self._feedback: ErrorFeedback | None = None
+
+    def of(
+        self, bucket: dist.GradBucket, group: ProcessGroup
+    ) -> tuple[ErrorFeedback, Sequence[int]]:
+        """Where the errors are, and the numbers of a bucket's parameters."""
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        for param, grad in pairs:
+            if id(param) not in self._numbers:
+                number = self._numbers[id(param)] = len(self.specs)
+                self.specs.append(tensors.spec(f"parameter {number}", grad))
+        if self._feedback is None:
+            self._feedback = ErrorFeedback(self.specs, group.rank(), group.size())
+        return self._feedback, [self._numbers[id(param)] for param in bucket.parameters()]
+
+
+class Bucket:
+    """The parameters of one of DDP's buckets, and the message with their gradients."""
+
+    def __init__(
+        self, group: ProcessGroup, bucket: dist.GradBucket, compression: Choice, kept: Errors
+    ) -> None:
+        self._group, self._params = group, bucket.parameters()
+        exchange = group.exchange
+        errors, members = kept.of(bucket, group)
+        named = [(kept.specs[k].name, p) for k, p in zip(members, self._params, strict=True)]
+        wire, wires = wires_of(compression, named)
+        options = ReducerOptions("single", 1, Op.AVERAGE, wire=wire, wires=wires)
+        if not exchange.backend.encodes:
+            options = options.without_codecs()
+        specs = [kept.specs[k] for k in members]
+        sent = [options.wire_of(spec, exchange.size, "") for spec in specs]
+        self._buffer: GroupBuffer | MixedBuffer | None = None
+        self._members, self._num_params = members, len(kept.specs)
+        if any(sent):
+            # The last group of a plan has the flags of a step, which nothing needs here.
+            end = tensors.spec("end", torch.zeros(1))
+            plan = Plan(
+                "single", (*specs, end), (Group((*range(len(specs)),)), Group((len(specs),)))
+            )
+            memory = Memory(exchange.backend)
+            numbers = [*members, self._num_params]
+            self._buffer = make_buffer(plan, 0, numbers, Op.AVERAGE, memory, sent, errors)
+
+    def is_of(self, group: ProcessGroup, bucket: dist.GradBucket) -> bool:
+        """Whether it is this bucket's."""
+        params = bucket.parameters()
+        return (
+            group is self._group
+            and len(params) == len(self._params)
+            and all(a is b for a, b in zip(params, self._params, strict=True))
+        )
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Replace the bucket's gradients by averages; begins it, in the order of calls."""
+        whole, buffer = bucket.buffer(), self._buffer
+        if buffer is None:
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.AVG
+            work = self._group.allreduce([whole], options)
+        else:
+            work = self._group.begin("all_reduce of fewer bits", partial(self._describe, bucket))
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def _describe(self, bucket: dist.GradBucket, call: GroupCollective) -> None:
+        whole, buffer = bucket.buffer(), self._buffer
+        assert buffer is not None
+        addresses, owners = [0] * (self._num_params + 1), [None] * (self._num_params + 1)
+        for number, grad in zip(self._members, bucket.gradients(), strict=True):
+            addresses[number], owners[number] = grad.data_ptr(), grad
+        step = Step(0, addresses, owners, [], targets=addresses)
+
+        def begin(_: int) -> Work[None]:
+            buffer.pack(step)
+            return buffer.send()
+
+        def deliver() -> None:
+            buffer.arrived()
+            buffer.deliver(step)
+
+        call.run(sizes(whole.dtype, whole.numel()), begin)
+        call.deliveries.append(deliver)
+        call.results = [whole]
