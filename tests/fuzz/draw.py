@@ -48,6 +48,8 @@ def draw(seed: str, ranks: int) -> Program:
     """The program of this seed; seeds may be any text."""
     chance = random.Random(f"{seed} {ranks}")
     program = _Drawing(chance, ranks).program()
+    if program.dtype == "float32" and chance.random() < 0.4:
+        return replace(program, compression=chance.choice(["int8", "int8", "int4", "bf16"]))
     return _with_complex(program, chance) if chance.random() < 0.1 else program
 
 

@@ -241,6 +241,7 @@ class Run:
             "sparse_as_dense": not about.sparse
             and any(part.kind in SPARSE for part in self.program.layers),
             "optimizer_sharding": _SHARDING[about.update],
+            "compression": self.program.compression or "none",
         }
         try:
             return wfbp.DistributedOptimizer(optimizer, named, **options)

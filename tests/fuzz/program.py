@@ -148,6 +148,9 @@ class Program:
     direct_bytes: int = 256
     threads: str = ""
     """What a reading thread reads: ``state_dict`` or ``list``."""
+    compression: str = ""
+    """Of all optimizers; ranks are then on several hosts, and no process trains alike: the same
+    program by other plans is the reference."""
 
     @property
     def name(self) -> str:

@@ -23,7 +23,10 @@ def test_local_steps(ranks: int, mpi: str) -> None:
         if ranks > 1:
             assert "DisagreementError" in told["other values"], (rank, told["other values"])
             assert "initial parameters" in told["other values"]
-            assert "must have taken as many steps" in told["fewer steps"], (rank, told["fewer steps"])
+            assert "must have taken as many steps" in told["fewer steps"], (
+                rank,
+                told["fewer steps"],
+            )
     for name in found.ranks[0]["ends"]:
         ends = [told["ends"][name] for told in found.ranks]
         assert len({each["own"] for each in ends}) == ranks, "ranks train by themselves"
