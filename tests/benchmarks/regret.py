@@ -1,7 +1,7 @@
 """``python -m tests.benchmarks regret``: how much slower ``auto`` ends than the best schedule.
 
-Every start is a job of its own: ``auto`` measures, tries and installs a plan as in any training,
-the fixed schedules install theirs, and then all are timed in turns, as in the training benchmark.
+Every start is a separate job: ``auto`` measures, tries and installs a plan as in any training, the
+fixed schedules install theirs, and then all are timed alternately, as in the training benchmark.
 The *regret* of a start is the median iteration of ``auto`` over the best fixed schedule's. (The
 least of several noisy medians is itself too low by chance, so a regret of 1.01 may be none.)
 

@@ -213,7 +213,7 @@ def main() -> None:
 
 
 def compared(run: Run) -> str:
-    """What the reference says to a rank's run."""
+    """How a rank's run differs from the reference; empty if it does not."""
     if run.program.compression:
         return ""
     if "torch._dynamo" in sys.modules:  # whose import takes seconds

@@ -688,8 +688,9 @@ class Reducer:
         return len(self.tuner.operations) > 1
 
     def errors_of_encoding(self) -> list[Buffer]:
-        """Of each tensor that a plan may encode, this rank's errors of its gradient and of its
-        shard of the sum (float32), which the next step makes up for; no step is under way."""
+        """This rank's rounding errors (float32), which the next step makes up for. For each tensor
+        that a plan may encode: of its gradient, and of this rank's shard of the sum. Call it
+        between steps."""
         return [error for index in self.encoded for error in self._lane.errors.of(index)]
 
     def report(self) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class LocalSteps:
 
     The optimizer stays as it is: schedulers, ``GradScaler`` and ``step()`` work as without it. It
     sends ``1 / every`` of the bytes that averaging gradients would, but trains differently, and
-    needs its own learning rates. Every rank must take the same number of steps. What is averaged
-    and moved are parameters; buffers, such as the statistics of ``BatchNorm``, stay each rank's.
+    needs its own learning rates. Every rank must take the same number of steps. Buffers, such as
+    the statistics of ``BatchNorm``, are not averaged.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, but no :func:`DistributedOptimizer`.
@@ -175,7 +175,7 @@ class LocalSteps:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within it, the model has the common parameters, which are the same on every rank: for
-        evaluation. Any rank may use it alone. Nothing may step within it."""
+        evaluation. Any rank may use it alone. ``step()`` within it is an error."""
         kept = [p.detach().clone() for fragment in self._fragments for p in fragment.params]
         for fragment in self._fragments:
             fragment.show_common()
@@ -190,8 +190,8 @@ class LocalSteps:
 
     @signals.deferred
     def state_dict(self) -> dict[str, Any]:
-        """What to save beside the model's and the optimizer's state: the common parameters, the
-        outer optimizer's state, and what exchanges have left out. Waits for those under way.
+        """The common parameters, the outer optimizer's state, and rounding errors. Save them with
+        the model's and the optimizer's state. Waits for exchanges under way.
 
         Each rank's own state continues exactly. If all ranks load that of one rank, the errors of
         rounding that the others have kept are lost.

@@ -29,8 +29,8 @@ def comm_hook(compression: Choice = "int8") -> Hook:
     """A hook for ``DistributedDataParallel.register_comm_hook`` over the backend ``wfbp``.
 
     Gradients are sent as by the argument of :func:`wfbp.torch.DistributedOptimizer`, without
-    ``auto`` and without rules, since DDP tells no names; then they are averaged. What rounding
-    leaves out is added to the next step's gradients. Every model needs a hook of its own.
+    ``auto`` and without rules, since DDP tells no names; then they are averaged. The next step's
+    gradients make up for rounding. Every model needs another hook.
 
     Args:
         compression: ``"fp16"``, ``"bf16"``, ``"int8"`` or ``"int4"``.
@@ -85,7 +85,7 @@ class Errors:
     def of(
         self, bucket: dist.GradBucket, group: ProcessGroup
     ) -> tuple[ErrorFeedback, Sequence[int]]:
-        """Where the errors are, and the numbers of a bucket's parameters."""
+        """The errors of all parameters, and the numbers of a bucket's."""
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         for param, grad in pairs:
             if id(param) not in self._numbers:

@@ -1,7 +1,7 @@
 """Usage: mpirun -n N python comm_hook.py OUT
 
-Trains by DistributedDataParallel with hooks that send fewer bits, each rank on a host of its own,
-and by a ``DistributedOptimizer`` with the same compression; writes what each has found.
+Trains by DistributedDataParallel with hooks that send fewer bits, and by a ``DistributedOptimizer``
+with the same compression. Each rank is on another host. Writes the results of both.
 """
 
 from __future__ import annotations

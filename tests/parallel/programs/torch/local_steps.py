@@ -1,7 +1,7 @@
 """Usage: mpirun -n N python local_steps.py OUT
 
-Trains by local steps, each rank on a host of its own, beside all ranks' training in this process;
-writes what each part found.
+Trains by local steps, each rank on another host, and repeats all ranks' training in this process.
+Writes how far they differ.
 """
 
 from __future__ import annotations
