@@ -126,7 +126,7 @@ struct Kernels {
   Reducers reduce_float16, reduce_bfloat16, reduce_float32, reduce_float64;
   Reducers reduce_int32, reduce_int64, reduce_uint8;
   Casts float32_float16, float32_bfloat16, float64_float16, float64_bfloat16;
-  Codec int8, int4;
+  Codec int8, fp8, int4;
   void (*stream)(const std::uint8_t* from, std::uint8_t* to, std::size_t nbytes);
   void (*fence)();
   const char* name;

@@ -204,9 +204,9 @@ Casts casts() {
   return {cast<Wide, Half>, cast<Half, Wide>};
 }
 
-// int8. Each block of kCodecBlock elements has a scale, a bfloat16, and then its elements. The scale
-// is rounded up, so that no element exceeds 127. Its product with an element is exact, so every
-// processor decodes the same bits.
+// int8 and fp8. Each block of kCodecBlock elements has a scale, a bfloat16, and then its elements of 8
+// bits. The scale is rounded up, so that no element exceeds the largest that can be sent. Its product
+// with an element is exact, so every processor decodes the same bits.
 
 constexpr std::uint32_t kInfinity = 0x7f800000u;
 constexpr std::uint32_t kTiny = 0x0d800000u;  // 2^-100; the inverse of a scale must be finite
@@ -260,85 +260,53 @@ WFBP_TARGET inline bool add_error(const std::uint8_t* from, const std::uint8_t* 
   return any != 0;
 }
 
-// Rounds the values by the scale, writes what is sent, and keeps what is decoded and what is left.
-WFBP_TARGET inline void quantize(const float* values, float scale, std::uint8_t* wire,
-                                 std::uint8_t* error, std::uint8_t* decoded, std::size_t length) {
-  constexpr float kRound = 12582912.0f;  // added to a small number, this rounds it to nearest even
-  const float inverse = 1.0f / scale;
-  std::size_t i = 0;
+constexpr float kRound = 12582912.0f;  // added to a small number, this rounds it to nearest even
+
+// Whole numbers. `quantize` rounds values by the scale, writes what is sent, and keeps what is decoded
+// and what is left; either may be null. `decode` adds to `to` if `adds`.
+struct Int8 {
+  static constexpr float kMost = 127.0f;
+
+  WFBP_TARGET static void quantize(const float* values, float scale, std::uint8_t* wire,
+                                   std::uint8_t* error, std::uint8_t* decoded,
+                                   std::size_t length) {
+    const float inverse = 1.0f / scale;
+    std::size_t i = 0;
 #if WFBP_HAS_STREAM
-  const __m256 by = _mm256_set1_ps(inverse), back = _mm256_set1_ps(scale);
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  for (; i + 32 <= length; i += 32) {
-    __m256i parts[4];
-    for (std::size_t k = 0; k < 4; ++k) {
-      const __m256 value = _mm256_loadu_ps(values + i + 8 * k);
-      parts[k] = _mm256_cvtps_epi32(_mm256_mul_ps(value, by));
-      const __m256 sent = _mm256_mul_ps(_mm256_cvtepi32_ps(parts[k]), back);
-      const std::size_t at = 4 * (i + 8 * k);
-      if (decoded != nullptr) _mm256_storeu_ps(reinterpret_cast<float*>(decoded + at), sent);
-      if (error != nullptr) {
-        _mm256_storeu_ps(reinterpret_cast<float*>(error + at), _mm256_sub_ps(value, sent));
+    const __m256 by = _mm256_set1_ps(inverse), back = _mm256_set1_ps(scale);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    for (; i + 32 <= length; i += 32) {
+      __m256i parts[4];
+      for (std::size_t k = 0; k < 4; ++k) {
+        const __m256 value = _mm256_loadu_ps(values + i + 8 * k);
+        parts[k] = _mm256_cvtps_epi32(_mm256_mul_ps(value, by));
+        const __m256 sent = _mm256_mul_ps(_mm256_cvtepi32_ps(parts[k]), back);
+        const std::size_t at = 4 * (i + 8 * k);
+        if (decoded != nullptr) _mm256_storeu_ps(reinterpret_cast<float*>(decoded + at), sent);
+        if (error != nullptr) {
+          _mm256_storeu_ps(reinterpret_cast<float*>(error + at), _mm256_sub_ps(value, sent));
+        }
       }
+      const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]),
+                                               _mm256_packs_epi32(parts[2], parts[3]));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(wire + i),
+                          _mm256_permutevar8x32_epi32(bytes, order));
     }
-    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(parts[0], parts[1]),
-                                             _mm256_packs_epi32(parts[2], parts[3]));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(wire + i),
-                        _mm256_permutevar8x32_epi32(bytes, order));
-  }
 #endif
-  for (; i < length; ++i) {
-    const auto element = static_cast<std::int32_t>(bits_of(values[i] * inverse + kRound) -
-                                                   bits_of(kRound));
-    const float sent = static_cast<float>(element) * scale;
-    const float left = values[i] - sent;
-    wire[i] = static_cast<std::uint8_t>(element);
-    if (decoded != nullptr) std::memcpy(decoded + 4 * i, &sent, 4);
-    if (error != nullptr) std::memcpy(error + 4 * i, &left, 4);
-  }
-}
-
-// Encodes float32 elements of one tensor, after adding the `error` that earlier steps have left.
-// Keeps the new error, and the values as they are decoded; either may be null. A block without
-// gradient is sent as zeros and keeps its error, so that an unused tensor sends nothing old. A block
-// with infinity or NaN arrives as NaN, and keeps its error, too.
-WFBP_TARGET inline void encode_int8(const std::uint8_t* from, std::uint8_t* error,
-                                    std::uint8_t* wire, std::uint8_t* decoded, std::size_t count) {
-  float values[kCodecBlock];
-  for (std::size_t start = 0; start < count; start += kCodecBlock) {
-    const std::size_t length = std::min(kCodecBlock, count - start), at = 4 * start;
-    std::uint8_t* left = error == nullptr ? nullptr : error + at;
-    std::uint8_t* out = decoded == nullptr ? nullptr : decoded + at;
-    std::uint32_t most;
-    const bool any = add_error(from + at, left, values, length, most);
-    if (!any) most = 0;
-    const bool finite = most < kInfinity, tiny = most < kTiny;
-    const std::uint32_t scale = scale_of(most, 127.0f);
-    const auto sent = static_cast<std::uint16_t>(scale >> 16);
-    std::memcpy(wire, &sent, 2);
-    wire += 2;
-    if (finite && !tiny) {
-      quantize(values, float_of(scale), wire, left, out, length);
-    } else {
-      std::memset(wire, 0, length);
-      if (left != nullptr && any && finite) std::memcpy(left, values, 4 * length);
-      for (std::size_t i = 0; i < length; ++i) values[i] = float_of(scale);
-      if (out != nullptr) std::memcpy(out, values, 4 * length);
+    for (; i < length; ++i) {
+      const auto element = static_cast<std::int32_t>(bits_of(values[i] * inverse + kRound) -
+                                                     bits_of(kRound));
+      const float sent = static_cast<float>(element) * scale;
+      const float left = values[i] - sent;
+      wire[i] = static_cast<std::uint8_t>(element);
+      if (decoded != nullptr) std::memcpy(decoded + 4 * i, &sent, 4);
+      if (error != nullptr) std::memcpy(error + 4 * i, &left, 4);
     }
-    wire += length;
   }
-}
 
-// Decodes elements of one tensor to float32, which are added to `out` if `adds`.
-template <bool adds>
-WFBP_TARGET void decode_int8(const std::uint8_t* wire, std::uint8_t* out, std::size_t count) {
-  for (std::size_t start = 0; start < count; start += kCodecBlock) {
-    const std::size_t length = std::min(kCodecBlock, count - start);
-    std::uint8_t* to = out + 4 * start;
-    std::uint16_t sent;
-    std::memcpy(&sent, wire, 2);
-    const float scale = bfloat16_to_float(sent);
-    wire += 2;
+  template <bool adds>
+  WFBP_TARGET static void decode(const std::uint8_t* wire, float scale, std::uint8_t* to,
+                                 std::size_t length) {
     std::size_t i = 0;
 #if WFBP_HAS_STREAM
     const __m256 by = _mm256_set1_ps(scale);
@@ -359,6 +327,101 @@ WFBP_TARGET void decode_int8(const std::uint8_t* wire, std::uint8_t* out, std::s
       }
       std::memcpy(to + 4 * i, &value, 4);
     }
+  }
+};
+
+// Floating point, e4m3: a sign, four bits of exponent, three of fraction. Small elements keep their
+// precision beside large ones.
+struct Fp8 {
+  static constexpr float kMost = 448.0f;
+
+  WFBP_TARGET static std::uint32_t rounded(float value) {
+    const std::uint32_t bits = bits_of(value), size = bits & 0x7fffffffu;
+    const std::uint32_t least = bits_of(float_of(size) * 512.0f + kRound) - bits_of(kRound);
+    const std::uint32_t other = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+    return (bits >> 24 & 0x80u) | (size < 0x3c800000u ? least : other);  // below 2^-6
+  }
+
+  WFBP_TARGET static float value_of(std::uint32_t code) {
+    const std::uint32_t size = code & 0x7fu;
+    const std::uint32_t least = bits_of(static_cast<float>(size) * 0.001953125f);
+    const std::uint32_t other = (size << 20) + (120u << 23);
+    return float_of((size < 8 ? least : other) | (code & 0x80u) << 24);
+  }
+
+  WFBP_TARGET static void quantize(const float* values, float scale, std::uint8_t* wire,
+                                   std::uint8_t* error, std::uint8_t* decoded,
+                                   std::size_t length) {
+    const float inverse = 1.0f / scale;
+    float sent[kCodecBlock], left[kCodecBlock];
+    WFBP_INDEPENDENT
+    for (std::size_t i = 0; i < length; ++i) {
+      const std::uint32_t code = rounded(values[i] * inverse);
+      wire[i] = static_cast<std::uint8_t>(code);
+      sent[i] = value_of(code) * scale;
+      left[i] = values[i] - sent[i];
+    }
+    if (decoded != nullptr) std::memcpy(decoded, sent, 4 * length);
+    if (error != nullptr) std::memcpy(error, left, 4 * length);
+  }
+
+  template <bool adds>
+  WFBP_TARGET static void decode(const std::uint8_t* wire, float scale, std::uint8_t* to,
+                                 std::size_t length) {
+    float sum[kCodecBlock] = {};
+    if (adds) std::memcpy(sum, to, 4 * length);
+    WFBP_INDEPENDENT
+    for (std::size_t i = 0; i < length; ++i) {
+      const float value = value_of(wire[i]) * scale;
+      sum[i] = adds ? sum[i] + value : value;
+    }
+    std::memcpy(to, sum, 4 * length);
+  }
+};
+
+// Encodes float32 elements of one tensor, after adding the `error` that earlier steps have left.
+// Keeps the new error, and the values as they are decoded; either may be null. A block without
+// gradient is sent as zeros and keeps its error, so that an unused tensor sends nothing old. A block
+// with infinity or NaN arrives as NaN, and keeps its error, too.
+template <class Form>
+WFBP_TARGET void encode_by_block(const std::uint8_t* from, std::uint8_t* error, std::uint8_t* wire,
+                                 std::uint8_t* decoded, std::size_t count) {
+  float values[kCodecBlock];
+  for (std::size_t start = 0; start < count; start += kCodecBlock) {
+    const std::size_t length = std::min(kCodecBlock, count - start), at = 4 * start;
+    std::uint8_t* left = error == nullptr ? nullptr : error + at;
+    std::uint8_t* out = decoded == nullptr ? nullptr : decoded + at;
+    std::uint32_t most;
+    const bool any = add_error(from + at, left, values, length, most);
+    if (!any) most = 0;
+    const bool finite = most < kInfinity, tiny = most < kTiny;
+    const std::uint32_t scale = scale_of(most, Form::kMost);
+    const auto sent = static_cast<std::uint16_t>(scale >> 16);
+    std::memcpy(wire, &sent, 2);
+    wire += 2;
+    if (finite && !tiny) {
+      Form::quantize(values, float_of(scale), wire, left, out, length);
+    } else {
+      std::memset(wire, 0, length);
+      if (left != nullptr && any && finite) std::memcpy(left, values, 4 * length);
+      for (std::size_t i = 0; i < length; ++i) values[i] = float_of(scale);
+      if (out != nullptr) std::memcpy(out, values, 4 * length);
+    }
+    wire += length;
+  }
+}
+
+// Decodes elements of one tensor to float32, which are added to `out` if `adds`.
+template <class Form, bool adds>
+WFBP_TARGET void decode_by_block(const std::uint8_t* wire, std::uint8_t* out, std::size_t count) {
+  for (std::size_t start = 0; start < count; start += kCodecBlock) {
+    const std::size_t length = std::min(kCodecBlock, count - start);
+    std::uint8_t* to = out + 4 * start;
+    std::uint16_t sent;
+    std::memcpy(&sent, wire, 2);
+    const float scale = bfloat16_to_float(sent);
+    wire += 2;
+    Form::template decode<adds>(wire, scale, to, length);
     wire += length;
   }
 }
@@ -392,7 +455,7 @@ WFBP_TARGET inline void restore(float* block, const float* scales) {
   }
 }
 
-// As encode_int8, by group instead of block.
+// As encode_by_block, by group.
 WFBP_TARGET inline void encode_int4(const std::uint8_t* from, std::uint8_t* error,
                                     std::uint8_t* wire, std::uint8_t* decoded, std::size_t count) {
   for (std::size_t start = 0; start < count; start += kCodecBlock, wire += kInt4Bytes) {
@@ -422,7 +485,6 @@ WFBP_TARGET inline void encode_int4(const std::uint8_t* from, std::uint8_t* erro
       by[j] = is_sent ? 1.0f / scales[j] : 0.0f;
       keeps[j] = any[j] == 0 || scale >= kInfinity ? ~0u : 0;
     }
-    constexpr float kRound = 12582912.0f;  // as in quantize()
     std::int32_t elements[kCodecBlock];
     for (std::size_t i = 0; i < kCodecBlock; i += kGroups) {
       for (std::size_t j = 0; j < kGroups; ++j) {
@@ -500,7 +562,10 @@ inline Kernels kernels() {
           casts<Plain<float>, BFloat16>(),
           casts<Plain<double>, Float16>(),
           casts<Plain<double>, BFloat16>(),
-          {encode_int8, decode_int8<false>, decode_int8<true>, divide<float>, 1, 2},
+          {encode_by_block<Int8>, decode_by_block<Int8, false>, decode_by_block<Int8, true>,
+           divide<float>, 1, 2},
+          {encode_by_block<Fp8>, decode_by_block<Fp8, false>, decode_by_block<Fp8, true>,
+           divide<float>, 1, 2},
           {encode_int4, decode_int4<false>, decode_int4<true>, divide<float>, 0, kInt4Bytes},
           stream,
           fence,

@@ -46,8 +46,9 @@ inline Casts casts_of(const std::string& tensor, const std::string& buffer,
 
 inline Codec codec_of(const std::string& name, const Kernels& kernels) {
   if (name == "int8") return kernels.int8;
+  if (name == "fp8") return kernels.fp8;
   if (name == "int4") return kernels.int4;
-  throw std::invalid_argument("codec '" + name + "' is neither int8 nor int4");
+  throw std::invalid_argument("codec '" + name + "': expected int8, fp8 or int4");
 }
 
 // Packs a group's tensors into the destination, and back. The table has no lock: the threads that

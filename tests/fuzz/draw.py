@@ -49,7 +49,7 @@ def draw(seed: str, ranks: int) -> Program:
     chance = random.Random(f"{seed} {ranks}")
     program = _Drawing(chance, ranks).program()
     if program.dtype == "float32" and chance.random() < 0.4:
-        return replace(program, compression=chance.choice(["int8", "int8", "int4", "bf16"]))
+        return replace(program, compression=chance.choice(["int8", "fp8", "int4", "bf16"]))
     return _with_complex(program, chance) if chance.random() < 0.1 else program
 
 

@@ -15,9 +15,9 @@ def test_hooks(ranks: int) -> None:
     assert found.run.rc == 0, found.run
     assert all(told == found.ranks[0] for told in found.ranks), found.ranks
     told = found.ranks[0]
-    digests = {name: set(told[name].values()) for name in ("none", "bf16", "int8", "int4")}
+    digests = {name: set(told[name].values()) for name in ("none", "bf16", "int8", "fp8", "int4")}
     assert all(len(each) == 1 for each in digests.values()), told
-    assert len(set.union(*digests.values())) == 4
+    assert len(set.union(*digests.values())) == 5
     assert "needs one name, without auto" in told["auto"]
     assert "needs one name, without auto" in told["rules"]
     assert told["state"].startswith("TypeError: wfbp's hook was given 'a group'")

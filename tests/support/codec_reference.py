@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -14,11 +15,20 @@ BLOCK = 256
 _TINY = np.float32(2.0**-100)
 
 
+_FORMATS: dict[str, tuple[int, Callable[[Floats], np.ndarray]]] = {
+    "int8": (127, lambda values: np.rint(values).astype(np.int8)),
+    "fp8": (448, lambda values: values.astype(ml_dtypes.float8_e4m3fn)),
+}
+"""The largest element, and how elements are rounded."""
+
+
 def encoded(
     source: Floats, error: Floats | None, codec: str = "int8"
 ) -> tuple[npt.NDArray[np.uint8], Floats]:
     """The bytes of a message, and the elements as they are decoded; replaces the error."""
-    return (_encoded_int8 if codec == "int8" else _encoded_int4)(source, error)
+    if codec == "int4":
+        return _encoded_int4(source, error)
+    return _encoded_by_block(source, error, *_FORMATS[codec])
 
 
 def _scale_of(values: Floats, steps: int) -> np.float32:
@@ -75,7 +85,9 @@ def _encoded_int4(source: Floats, error: Floats | None) -> tuple[npt.NDArray[np.
     return np.frombuffer(b"".join(wire), np.uint8), decoded
 
 
-def _encoded_int8(source: Floats, error: Floats | None) -> tuple[npt.NDArray[np.uint8], Floats]:
+def _encoded_by_block(
+    source: Floats, error: Floats | None, most: int, rounded: Callable[[Floats], np.ndarray]
+) -> tuple[npt.NDArray[np.uint8], Floats]:
     wire, decoded = [], np.zeros_like(source)
     for start in range(0, source.size, BLOCK):
         at = slice(start, start + BLOCK)
@@ -84,15 +96,15 @@ def _encoded_int8(source: Floats, error: Floats | None) -> tuple[npt.NDArray[np.
         with np.errstate(over="ignore", invalid="ignore"):
             if has_gradient and error is not None:
                 values += error[at]
-        scale = _scale_of(values, 127) if has_gradient else np.float32(0)
-        elements = np.zeros(values.size, np.float32)
+        scale = _scale_of(values, most) if has_gradient else np.float32(0)
+        elements = rounded(np.zeros(values.size, np.float32))
         if scale > 0:
-            elements = np.rint(values * (np.float32(1) / scale))
-        decoded[at] = elements * scale
+            elements = rounded(values * (np.float32(1) / scale))
+        decoded[at] = elements.astype(np.float32) * scale
         if has_gradient and error is not None and not np.isnan(scale):
             error[at] = values - decoded[at]
         wire += [(scale.view(np.uint32) >> 16).astype(np.uint16).tobytes()]
-        wire += [elements.astype(np.int8).tobytes()]
+        wire += [elements.tobytes()]
     return np.frombuffer(b"".join(wire), np.uint8), decoded
 
 

@@ -45,7 +45,8 @@ TIMED_RATE = 1e-6
 """Learning rate of timed steps: many steps on few batches must not diverge."""
 TOLERANCE = 1e-4
 """Relative to the norm of the parameters' change."""
-TOLERANCES = {"none": TOLERANCE, "fp16": 0.02, "bf16": 0.02, "int8": 0.1, "int4": 0.5}
+TOLERANCES = {"none": TOLERANCE, "fp16": 0.02, "bf16": 0.02, "int8": 0.1}
+TOLERANCES |= {"fp8": 0.2, "int4": 0.5}
 TOLERANCES |= {f"auto:{name}": TOLERANCES[name] for name in ("bf16", "int8", "int4")}
 """Of wfbp's contestants, by how they send gradients; rounding adds up, so one step is compared."""
 MOST_WARM_UP_STEPS = 2000

@@ -78,7 +78,7 @@ WIRE_DTYPES = ("float16", "bfloat16")
 CODEC_BLOCK = 256
 """Elements that are encoded together."""
 
-CODECS = {"int8": (1, 2), "int4": (0, 144)}
+CODECS = {"int8": (1, 2), "fp8": (1, 2), "int4": (0, 144)}
 """Encodings of float32 gradients for sending, with their bytes per element and per block."""
 
 AUTO_WIRES = {
@@ -93,6 +93,7 @@ COMPRESSIONS = {
     "fp16": "float16",
     "bf16": "bfloat16",
     "int8": "int8",
+    "fp8": "fp8",
     "int4": "int4",
     "auto:bf16": "auto:bfloat16",
     "auto:int8": "auto:int8",

@@ -13,7 +13,7 @@ import numpy.typing as npt
 log = logging.getLogger("wfbp")
 
 EVERY_STEPS = 64
-_LEAST_COSINES = {"int8": 0.99, "int4": 0.9}
+_LEAST_COSINES = {"int8": 0.99, "fp8": 0.99, "int4": 0.9}
 _NUM_BAD = 5
 """So many samples in a row are an alarm."""
 

@@ -59,6 +59,10 @@ class Int8Compressor(Compressor):
         )
 
 
+class FP8Compressor(Int8Compressor):
+    """Gradients of a ``DistributedOptimizer`` travel in 8 bits, as by ``compression="fp8"``."""
+
+
 class Int4Compressor(Int8Compressor):
     """Gradients of a ``DistributedOptimizer`` travel in 4 bits, as by ``compression="int4"``."""
 
@@ -77,6 +81,7 @@ class Compression:
     fp16 = FP16Compressor
     bf16 = BF16Compressor
     int8 = Int8Compressor
+    fp8 = FP8Compressor
     int4 = Int4Compressor
 
 
@@ -100,7 +105,8 @@ def wires_of(
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
     """How gradients of these parameters are sent; embeddings exactly, unless a rule names them.
     Rules may also be for other ``known`` parameters."""
-    kinds = {getattr(Compression, name): name for name in ("none", "fp16", "bf16", "int8", "int4")}
+    names = (name for name in COMPRESSIONS if hasattr(Compression, name))
+    kinds = {getattr(Compression, name): name for name in names}
 
     def named_choice(choice: object) -> object:
         return kinds.get(choice, choice) if isinstance(choice, type) else choice

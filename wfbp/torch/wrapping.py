@@ -82,8 +82,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             the gradients). Sent as they are: tensors of one dimension, of less than 4 KiB per
             rank, of other types than float32, and those of ``nn.Embedding``; and everything within
             a host that has several ranks. A mapping has rules by patterns of names, the first that
-            matches counts: ``{"head.*": "bf16", "*": "int8"}``. ``"int4"`` sends 4.5 bits per
-            element, after a Hadamard transform of 32 elements. ``"auto:int8"``, ``"auto:int4"`` and
+            matches counts: ``{"head.*": "bf16", "*": "int8"}``. ``"fp8"`` sends 8 bits with
+            an exponent (e4m3), and ``"int4"`` 4.5 bits, after a Hadamard transform of 32 elements. ``"auto:int8"``, ``"auto:int4"`` and
             ``"auto:bf16"`` try plans with exact and with smaller gradients, and keep what is
             fastest. By default ``WFBP_COMPRESSION``, or ``"none"``.
         compression_guard: every 64th step compares an average that was sent encoded with an exact

@@ -131,7 +131,7 @@ def test_wrong_arguments() -> None:
     source = np.ones(BLOCK, np.float32)
     with pytest.raises(ValueError, match="256 elements are encoded in 258 bytes, found 256"):
         _native.encode(source, np.zeros(BLOCK, np.uint8), "int8")
-    with pytest.raises(ValueError, match="codec 'int3' is neither int8 nor int4"):
+    with pytest.raises(ValueError, match="codec 'int3': expected int8, fp8 or int4"):
         _native.encode(source, wire_of(BLOCK), "int3")
     with pytest.raises(ValueError, match="error"):
         _native.encode(source, wire_of(BLOCK), "int8", np.zeros(3, np.float32))

@@ -34,12 +34,12 @@ class GradientReducer:
         threshold_bytes: group size of ``threshold``.
         op: ``Average`` or ``Sum``.
         name: for messages.
-        compression: how gradients are sent: ``none``, ``fp16``, ``bf16``, ``int8`` or ``int4``, or
-            a mapping from patterns of names to these, as ``{"*.head": "bf16", "*": "int8"}``; by
-            default ``WFBP_COMPRESSION``, or ``none``. ``int8`` and ``int4`` are for float32 of
-            several dimensions and at least 4 KiB per rank; the rest is sent as it is.
-            ``auto:bf16``, ``auto:int8`` and ``auto:int4`` try plans with exact and with smaller
-            gradients.
+        compression: how gradients are sent: ``none``, ``fp16``, ``bf16``, ``int8``, ``fp8`` or
+            ``int4``, or a mapping from patterns of names to these, as
+            ``{"*.head": "bf16", "*": "int8"}``; by default ``WFBP_COMPRESSION``, or ``none``. The
+            last three are for float32 of several dimensions and at least 4 KiB per rank; the rest
+            is sent as it is. ``auto:bf16``, ``auto:int8`` and ``auto:int4`` try plans with exact
+            and with smaller gradients.
 
     Raises:
         NotInitializedError: before ``wfbp.init()``.

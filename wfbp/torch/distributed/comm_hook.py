@@ -33,7 +33,7 @@ def comm_hook(compression: Choice = "int8") -> Hook:
     gradients make up for rounding. Every model needs another hook.
 
     Args:
-        compression: ``"fp16"``, ``"bf16"``, ``"int8"`` or ``"int4"``.
+        compression: ``"fp16"``, ``"bf16"``, ``"int8"``, ``"fp8"`` or ``"int4"``.
 
     Returns:
         The hook. Its first argument, the state, is the process group, or None for the default one.

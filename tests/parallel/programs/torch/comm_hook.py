@@ -86,7 +86,7 @@ def main(out: str) -> None:
             "small buckets": by_hook(name, 0.05),
             "gradients that are kept": by_hook(name, 25, clears=False),
         }
-        for name in ("none", "bf16", "int8", "int4")
+        for name in ("none", "bf16", "int8", "fp8", "int4")
     }
     results["auto"], results["rules"] = message("auto:int8"), message({"*": "int8"})
     results["state"] = message("int8", "a group")
