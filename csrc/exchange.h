@@ -85,12 +85,12 @@ struct Transfer {
   // Set if this transfer is a chunk of an exchange.
   std::shared_ptr<Exchange> exchange;
   std::size_t chunk = 0;
-  Block scratch;  // receives the other agents' contributions; of a coded chunk, holds all messages
+  Block scratch;  // holds the other agents' contributions, or all messages if the chunk is coded
   std::size_t nbytes = 0;
 };
 
-// Calls act(item, from, to) for each of the ascending items that has elements from `first` to
-// `last`, and for which of them.
+// Calls act(item, from, to) for each item that overlaps elements `first` to `last`; `from` and `to`
+// bound the overlap. The items are in ascending order.
 template <class Item, class Act>
 void overlapping(const std::vector<Item>& items, std::size_t first, std::size_t last, Act act) {
   auto at = std::upper_bound(items.begin(), items.end(), first,
@@ -128,11 +128,11 @@ struct Arrays {
   }
 };
 
-// What a coded exchange sends encoded: consecutive elements of one tensor, from a multiple of
-// kCodecBlock on. The errors may be null.
+// Consecutive elements of one tensor that a coded exchange encodes, from a multiple of kCodecBlock
+// on. Either error may be null.
 struct Part {
   std::size_t start, count;
-  std::uint8_t* error;      // of what this rank sends
+  std::uint8_t* error;      // rounding error of this rank's contribution
   std::uint8_t* sum_error;  // of the sum, if this rank owns it
 };
 
@@ -260,9 +260,9 @@ struct Exchange {
     return made;
   }
 
-  // The contributions to a coded chunk have arrived: adds them, in the order of agents, and encodes
-  // the sum in the place of the first that arrived. Every rank, this one too, uses the sum as it is
-  // decoded.
+  // Called when the contributions to a coded chunk have arrived. Adds them in the agents' order and
+  // encodes the sum over the first one that arrived. Every rank, including this one, uses the
+  // decoded sum.
   void combine(const Transfer& chunk) const {
     constexpr std::size_t item = sizeof(float);
     const std::size_t own_place = place_of_rank();
@@ -330,9 +330,9 @@ struct Exchange {
     }
   }
 
-  // Encodes this rank's contributions to a chunk and adds the messages. The scratch memory holds
-  // what others send to this rank's share, agent by agent, and what this rank sends to the others,
-  // which the sums then replace.
+  // Encodes this rank's contributions to a chunk and adds the messages. The scratch memory holds,
+  // per agent, its contribution to this rank's share, and then what this rank sends to the others,
+  // which their sums overwrite.
   void encode(Transfer& made, Scratch& scratch) const {
     std::size_t own = 0, total = 0;
     for (const Share& share : shares) {

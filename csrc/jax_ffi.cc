@@ -9,8 +9,8 @@
 // rank waits for.
 //
 // On CUDA both handlers run while XLA enqueues the program. `announce` records an event after the
-// gradient on XLA's stream. `wait` returns once that stream will wait for all work that fills the
-// outputs.
+// gradient on XLA's stream. `wait` returns once that stream has been made to wait for all work that
+// fills the outputs.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

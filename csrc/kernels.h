@@ -114,7 +114,7 @@ struct Codec {
   void (*decode)(const std::uint8_t* wire, std::uint8_t* out, std::size_t count);
   void (*add)(const std::uint8_t* wire, std::uint8_t* sum, std::size_t count);
   void (*divide)(float* block, std::size_t count, double divisor);
-  std::size_t element_bytes, block_bytes;  // sent per element, and beside that per block
+  std::size_t element_bytes, block_bytes;  // bytes sent per element, and additionally per block
 
   std::size_t wire_bytes(std::size_t count) const {
     return count * element_bytes + (count + kCodecBlock - 1) / kCodecBlock * block_bytes;

@@ -204,22 +204,22 @@ Casts casts() {
   return {cast<Wide, Half>, cast<Half, Wide>};
 }
 
-// int8 and fp8. Each block of kCodecBlock elements has a scale, a bfloat16, and then its elements of 8
-// bits. The scale is rounded up, so that no element exceeds the largest that can be sent. Its product
-// with an element is exact, so every processor decodes the same bits.
+// int8 and fp8. A block is a scale (bfloat16), followed by kCodecBlock elements of 8 bits. The
+// scale is rounded up, so no element exceeds the format's maximum. Scale times element is exact, so
+// every processor decodes the same bits.
 
 constexpr std::uint32_t kInfinity = 0x7f800000u;
 constexpr std::uint32_t kTiny = 0x0d800000u;  // 2^-100; the inverse of a scale must be finite
 
-// The scale of elements of which the largest is `most`, and is sent as `steps`, as bits: 0 for tiny
-// ones, which are sent as zeros; NaN if there is any infinity or NaN.
+// The bits of the scale that maps `most`, the largest magnitude, to `steps`. 0 if all elements are
+// tiny and are sent as zeros; NaN if any is infinite or NaN.
 WFBP_TARGET inline std::uint32_t scale_of(std::uint32_t most, float steps) {
   if (most >= kInfinity) return 0x7fc00000u;
   return most < kTiny ? 0 : (bits_of(float_of(most) / steps) + 0xffffu) & 0xffff0000u;
 }
 
-// Adds the error, if any. `most` becomes the largest element without its sign, as bits, whose order
-// is the numbers'. Returns whether there is any gradient.
+// Adds the error, if any. Sets `most` to the bits of the largest magnitude; such bits order like
+// the numbers. Returns whether any gradient is nonzero.
 WFBP_TARGET inline bool add_error(const std::uint8_t* from, const std::uint8_t* error,
                                   float* values, std::size_t length, std::uint32_t& most) {
   std::uint32_t any = 0;
@@ -262,8 +262,9 @@ WFBP_TARGET inline bool add_error(const std::uint8_t* from, const std::uint8_t* 
 
 constexpr float kRound = 12582912.0f;  // added to a small number, this rounds it to nearest even
 
-// Whole numbers. `quantize` rounds values by the scale, writes what is sent, and keeps what is decoded
-// and what is left; either may be null. `decode` adds to `to` if `adds`.
+// int8: integers. `quantize` divides values by the scale, rounds them and writes them. It stores
+// the decoded values and the remaining errors; either pointer may be null. `decode` adds to `to` if
+// `adds`.
 struct Int8 {
   static constexpr float kMost = 127.0f;
 
@@ -332,6 +333,7 @@ struct Int8 {
 
 // Floating point, e4m3: a sign, four bits of exponent, three of fraction. Small elements keep their
 // precision beside large ones.
+// Without branches, so that compilers use vectors.
 struct Fp8 {
   static constexpr float kMost = 448.0f;
 
@@ -339,14 +341,16 @@ struct Fp8 {
     const std::uint32_t bits = bits_of(value), size = bits & 0x7fffffffu;
     const std::uint32_t least = bits_of(float_of(size) * 512.0f + kRound) - bits_of(kRound);
     const std::uint32_t other = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
-    return (bits >> 24 & 0x80u) | (size < 0x3c800000u ? least : other);  // below 2^-6
+    const std::uint32_t is_least = 0u - ((size - 0x3c800000u) >> 31);  // below 2^-6
+    return (bits >> 24 & 0x80u) | (least & is_least) | (other & ~is_least);
   }
 
   WFBP_TARGET static float value_of(std::uint32_t code) {
     const std::uint32_t size = code & 0x7fu;
     const std::uint32_t least = bits_of(static_cast<float>(size) * 0.001953125f);
     const std::uint32_t other = (size << 20) + (120u << 23);
-    return float_of((size < 8 ? least : other) | (code & 0x80u) << 24);
+    const std::uint32_t is_least = 0u - ((size - 8u) >> 31);
+    return float_of((least & is_least) | (other & ~is_least) | (code & 0x80u) << 24);
   }
 
   WFBP_TARGET static void quantize(const float* values, float scale, std::uint8_t* wire,
@@ -354,13 +358,15 @@ struct Fp8 {
                                    std::size_t length) {
     const float inverse = 1.0f / scale;
     float sent[kCodecBlock], left[kCodecBlock];
+    std::uint32_t codes[kCodecBlock];
     WFBP_INDEPENDENT
     for (std::size_t i = 0; i < length; ++i) {
-      const std::uint32_t code = rounded(values[i] * inverse);
-      wire[i] = static_cast<std::uint8_t>(code);
-      sent[i] = value_of(code) * scale;
+      codes[i] = rounded(values[i] * inverse);
+      sent[i] = value_of(codes[i]) * scale;
       left[i] = values[i] - sent[i];
     }
+    WFBP_INDEPENDENT
+    for (std::size_t i = 0; i < length; ++i) wire[i] = static_cast<std::uint8_t>(codes[i]);
     if (decoded != nullptr) std::memcpy(decoded, sent, 4 * length);
     if (error != nullptr) std::memcpy(error, left, 4 * length);
   }
@@ -380,9 +386,9 @@ struct Fp8 {
 };
 
 // Encodes float32 elements of one tensor, after adding the `error` that earlier steps have left.
-// Keeps the new error, and the values as they are decoded; either may be null. A block without
-// gradient is sent as zeros and keeps its error, so that an unused tensor sends nothing old. A block
-// with infinity or NaN arrives as NaN, and keeps its error, too.
+// Stores the new error and the decoded values; either pointer may be null. A block whose gradients
+// are all zero is sent as zeros and keeps its error, so an unused tensor sends no old error. A
+// block with infinity or NaN arrives as NaN, and keeps its error, too.
 template <class Form>
 WFBP_TARGET void encode_by_block(const std::uint8_t* from, std::uint8_t* error, std::uint8_t* wire,
                                  std::uint8_t* decoded, std::size_t count) {
@@ -427,9 +433,9 @@ WFBP_TARGET void decode_by_block(const std::uint8_t* wire, std::uint8_t* out, st
 }
 
 // int4. A block holds eight groups of 32 elements: group j has the elements j, j + 8, j + 16, ...
-// Walsh and Hadamard's transform spreads outliers over their group, and what is sent are its scale, a
-// bfloat16, and coefficients from -7 to 7. Sums of these are exact, so every processor decodes the
-// same bits. The last block of a tensor is filled up with zeros.
+// The Walsh-Hadamard transform spreads outliers over their group. Each group is sent as a scale
+// (bfloat16) and coefficients from -7 to 7. Sums of these are exact, so every processor decodes the
+// same bits. The last block of a tensor is padded with zeros.
 constexpr std::size_t kGroups = 8, kInt4Bytes = 2 * kGroups + kCodecBlock / 2;
 
 WFBP_TARGET inline void transform(float* block) {
@@ -445,7 +451,7 @@ WFBP_TARGET inline void transform(float* block) {
   }
 }
 
-// The inverse of the transform, of coefficients that are whole numbers.
+// The inverse transform of integer coefficients.
 WFBP_TARGET inline void restore(float* block, const float* scales) {
   float by[kGroups];
   for (std::size_t j = 0; j < kGroups; ++j) by[j] = scales[j] * (kGroups / float{kCodecBlock});
@@ -455,7 +461,7 @@ WFBP_TARGET inline void restore(float* block, const float* scales) {
   }
 }
 
-// As encode_by_block, by group.
+// Like encode_by_block, but with a scale per group.
 WFBP_TARGET inline void encode_int4(const std::uint8_t* from, std::uint8_t* error,
                                     std::uint8_t* wire, std::uint8_t* decoded, std::size_t count) {
   for (std::size_t start = 0; start < count; start += kCodecBlock, wire += kInt4Bytes) {

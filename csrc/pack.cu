@@ -46,7 +46,7 @@ struct Arguments {
 static_assert(sizeof(Tile) == 24 && sizeof(Arguments) == 24 + 8 * kCapacity, "layout");
 static_assert(sizeof(Arguments) <= 4096, "a launch takes 4 KB of arguments");
 
-// For each element type, how it is stored, and its way to float and back. Rounding is to nearest,
+// For each element type: its storage, and its conversion to float and back. Rounding is to nearest,
 // ties to even. Nothing flushes subnormal numbers to zero: CuPy makes the compiler do that in
 // arithmetic, but this does not affect inline assembly.
 

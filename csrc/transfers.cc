@@ -83,7 +83,7 @@ wfbp::Arrays arrays_of(const py::handle item, std::size_t item_bytes, bool write
   return found;
 }
 
-// Describes what is sent encoded; `parts` are (start, count, error, error of the sum).
+// Makes the description of a coded exchange from `parts`: tuples (start, count, error, error of the sum).
 std::shared_ptr<wfbp::Coding> make_coding(const std::string& codec, const py::sequence& parts) {
   auto made = std::make_shared<wfbp::Coding>(
       wfbp::Coding{wfbp::codec_of(codec, wfbp::chosen_kernels()), {}});

@@ -117,8 +117,8 @@ def without_schedules(program: Program) -> Program:
 
 
 def plans_are_alike(program: Program) -> bool:
-    """Whether all plans send the same gradients. Not if some are thrown away, or changed, after some
-    plans have sent them; nor if they stay, which are averages or a rank's own."""
+    """Whether all plans send the same gradients: not if gradients change, or are thrown away, after
+    some plans have sent them; nor if they are kept for the next step, as averages or a rank's."""
     steps = [action for action in program.actions if isinstance(action, Step)]
     return not (
         any(isinstance(a, Act) and a.do in ("discard", "clear") for a in program.actions)

@@ -46,7 +46,7 @@ class Used(NamedTuple):
 
 
 class Close(NamedTuple):
-    """The step has no more gradients: all its groups may go (once more, if it is sent again)."""
+    """The step has no more gradients: all its groups may be sent, or again if it is repeated."""
 
     step: Step
     dependencies: Dependencies

@@ -190,7 +190,7 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor | None]:
 
 
 def _unhook() -> None:
-    """Remove the hook of all modules, which has a price, if nobody needs it."""
+    """Remove the hook of all modules when no optimizer needs it, because it slows every forward."""
     while _hook and not under_way and not _looking:
         _hook.pop().remove()
 

@@ -83,9 +83,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             rank, of other types than float32, and those of ``nn.Embedding``; and everything within
             a host that has several ranks. A mapping has rules by patterns of names, the first that
             matches counts: ``{"head.*": "bf16", "*": "int8"}``. ``"fp8"`` sends 8 bits with
-            an exponent (e4m3), and ``"int4"`` 4.5 bits, after a Hadamard transform of 32 elements. ``"auto:int8"``, ``"auto:int4"`` and
-            ``"auto:bf16"`` try plans with exact and with smaller gradients, and keep what is
-            fastest. By default ``WFBP_COMPRESSION``, or ``"none"``.
+            an exponent (e4m3), and ``"int4"`` 4.5 bits, after a Hadamard transform of 32 elements.
+            ``"auto:int8"``, ``"auto:int4"`` and ``"auto:bf16"`` try plans with exact and with
+            smaller gradients, and keep what is fastest. By default ``WFBP_COMPRESSION``, or
+            ``"none"``.
         compression_guard: every 64th step compares an average that was sent encoded with an exact
             one, for :meth:`DistributedOptimizerBase.report`. If five in a row have a cosine below
             0.99 (0.9 with ``"int4"``), ``"warn"`` warns once, and ``"fallback"`` has all ranks send

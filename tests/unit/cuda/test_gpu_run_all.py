@@ -86,7 +86,7 @@ def test_what_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
 def test_what_has_failed_is_repeated_with_nccls_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others go on; what is left out for want of time is repeated, too."""
+    """The others go on; parts skipped for lack of time are repeated too."""
     debug = "import os; print(os.environ['NCCL_DEBUG'], os.environ.get('NCCL_DEBUG_FILE')); "
     known = [
         python("prepare", "print('ready')"),

@@ -91,7 +91,7 @@ class GroupMessage(GroupWork):
 
     def lateness(self, now: float) -> WfbpError | None:
         """The error of a message that is overdue, or whose other rank has left."""
-        # While nobody waits for it, it may come as late as it likes.
+        # Without a waiting caller a message has no time limit.
         since = math.inf if self.awaited_since is None else max(self.awaited_since, self.moved_s)
         if now > min(self.deadline_s, since + self.timeout_s):
             return StallError(
