@@ -28,7 +28,7 @@ class Work(ABC, Generic[T_co]):
 
     nbytes: int = 0
     mismatch: bool = False
-    """Whether another rank is in a different operation, if ranks compare them (``Exchange``)."""
+    """Whether another rank is in a different operation; ``GroupExchange`` compares them."""
     place: tuple[str, int] | None = None
     """The name of its backend and its number there, equal on all ranks; None if unknown."""
 

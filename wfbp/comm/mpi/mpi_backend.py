@@ -27,7 +27,7 @@ from wfbp.comm.arrays import (
     typed,
 )
 from wfbp.comm.backend import Finished, HostBackend, Work
-from wfbp.comm.mpi.exchange import Exchange, begin_messages
+from wfbp.comm.mpi.group_exchange import GroupExchange, begin_messages
 from wfbp.comm.mpi.point_to_point import BytesTask, PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.start import check_launch, communicator, load, unlink_segments
@@ -252,7 +252,7 @@ class MpiBackend(HostBackend):
         comm.Free()
         return made
 
-    def among(self, ranks: Sequence[int], tag: int, name: str) -> Exchange:
+    def among(self, ranks: Sequence[int], tag: int, name: str) -> GroupExchange:
         """Collectives among these ranks, in this order, by a name that no others have. Blocking,
         and collective among them alone, on any thread."""
         what = f"no communicator could be made of ranks {list(ranks)}"
@@ -265,7 +265,7 @@ class MpiBackend(HostBackend):
             here = self._topology.here
             memory = self._memory if set(ranks) <= set(here) else None
             places = [here.index(rank) for rank in ranks] if memory else []
-            return Exchange(made, made._channel, memory, places, made._topology, ranks)
+            return GroupExchange(made, made._channel, memory, places, made._topology, ranks)
 
     def send_notice(self, rank: int, payload: bytes) -> None:
         self._notices.send(rank, payload)

@@ -49,7 +49,7 @@ _HELPERS = ("tqdm_monitor", "QueueFeederThread", "(_pin_memory_loop)")
 _WRITERS = ("tensorboard",)
 """Packages whose threads only write files."""
 
-Message = Callable[[], None]
+Call = Callable[[], None]
 NoticeHandler = Callable[[int, Any, bytes], object]
 
 
@@ -216,15 +216,15 @@ class LaneProtocol(Protocol):
 
 
 class ProgressLoop:
-    """Drives messages, notices, collectives and lanes; for one thread at a time.
+    """Drives calls, notices, collectives and lanes; for one thread at a time.
 
-    Other threads may only append to ``messages`` (then set ``wakeup`` if a thread may be resting),
+    Other threads may only append to ``calls`` (then set ``wakeup`` if a thread may be resting),
     count their waits, and read ``error``.
     """
 
     def __init__(self, backend: HostBackend, config: Config, where: str) -> None:
         self.wakeup = AutoResetEvent()
-        self.messages: deque[Message] = deque()
+        self.calls: deque[Call] = deque()
         self.error: WfbpError | None = None
         self.ended: set[int] = set()  # ranks that announced an exit or a failure
         self.exit_status = 0  # of a rank that has left by sys.exit()
@@ -259,16 +259,16 @@ class ProgressLoop:
         self._queues: dict[object, deque[PendingCollective]] = {}  # those that are not empty
         self._lanes: list[LaneProtocol] = []
         self._members: dict[LaneProtocol, Members] = {}
-        self._retiring: list[tuple[LaneProtocol, Message]] = []
+        self._retiring: list[tuple[LaneProtocol, Call]] = []
         self._next_tick = time.monotonic()
 
     def progress(self, urgent: bool) -> float:
         """Move everything on once, for a blocked thread if ``urgent``; returns a nap in seconds."""
         self.num_passes += 1
         try:
-            progressed = bool(self.messages)
-            while self.messages:
-                self.messages.popleft()()
+            progressed = bool(self.calls)
+            while self.calls:
+                self.calls.popleft()()
             progressed |= self._advance()
             now = time.monotonic()
             if now >= self._next_tick:
@@ -297,7 +297,7 @@ class ProgressLoop:
     def poll(self) -> float:
         """A cheap look between two naps; seconds to the next one, 0 if progress() is due."""
         try:
-            if self.messages or self._queues or time.monotonic() >= self._next_tick:
+            if self.calls or self._queues or time.monotonic() >= self._next_tick:
                 return 0.0
             if self.error is not None:
                 return 0.0
@@ -322,7 +322,7 @@ class ProgressLoop:
 
         It releases the interpreter and tests without it, but does not notice ``wakeup``.
         """
-        polls = bool(self._queues or self.messages)
+        polls = bool(self._queues or self.calls)
         for lane in self._lanes:
             polls = polls or (lane.polls and lane.busy)
         return not polls and self._backend.rest(nap_s, most_s)
@@ -345,7 +345,7 @@ class ProgressLoop:
 
     @property
     def under_way(self) -> bool:
-        busy = bool(self.messages or self._queues)
+        busy = bool(self.calls or self._queues)
         for lane in self._lanes:
             busy = busy or lane.busy or lane.has_events or lane.owes_work
         return busy
@@ -383,7 +383,7 @@ class ProgressLoop:
         self._lanes = [other for other in self._lanes if other is not lane]
         self._members.pop(lane, None)
 
-    def retire_lane(self, lane: LaneProtocol, idle: Message) -> None:
+    def retire_lane(self, lane: LaneProtocol, idle: Call) -> None:
         """Stop serving a lane after its promised work; calls ``idle`` if nothing is under way."""
         if lane.owes_work and self.error is None:
             self._retiring.append((lane, idle))

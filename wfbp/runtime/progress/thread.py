@@ -17,7 +17,7 @@ from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
 from wfbp.errors import StallError, WfbpError
 from wfbp.runtime import signals
-from wfbp.runtime.progress.loop import TICK_S, Message, PendingCollective, ProgressLoop, Reply
+from wfbp.runtime.progress.loop import TICK_S, Call, PendingCollective, ProgressLoop, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 
 T = TypeVar("T")
@@ -84,9 +84,9 @@ class CommunicationThread:
         """Whether the calling thread has ever waited for communication."""
         return getattr(self._here, "used", False)
 
-    def post(self, message: Message, wakes: bool = True) -> None:
-        """Have ``message`` called under the progress lock: soon, or by the caller's next wait."""
-        self.loop.messages.append(message)
+    def post(self, call: Call, wakes: bool = True) -> None:
+        """Have ``call`` made under the progress lock: soon, or by the caller's next wait."""
+        self.loop.calls.append(call)
         if wakes:
             self.loop.wakeup.set()
 
@@ -145,7 +145,7 @@ class CommunicationThread:
             return reply.get()
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread once its messages are worked off; whether it has ended in time."""
+        """End the thread once its calls are made; whether it has ended in time."""
         self.post(self._stop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

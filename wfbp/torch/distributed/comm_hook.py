@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from wfbp.comm.backend import Work
 from wfbp.comm.memory import Memory
@@ -22,7 +23,7 @@ from wfbp.torch.compression import Choice, wires_of
 from wfbp.torch.distributed.group_collectives import GroupCollective, sizes
 from wfbp.torch.distributed.process_group import ProcessGroup
 
-Hook = Callable[[Any, dist.GradBucket], Any]
+Hook = Callable[[Any, c10d.GradBucket], Any]
 
 
 def comm_hook(compression: Choice = "int8") -> Hook:
@@ -58,7 +59,7 @@ def comm_hook(compression: Choice = "int8") -> Hook:
     kept = Errors()
     buckets: dict[int, Bucket] = {}
 
-    def hook(state: Any, bucket: dist.GradBucket) -> Any:
+    def hook(state: Any, bucket: c10d.GradBucket) -> Any:
         group = dist.group.WORLD if state is None else state
         if not isinstance(group, ProcessGroup):
             raise TypeError(
@@ -83,7 +84,7 @@ class Errors:
         self._feedback: ErrorFeedback | None = None
 
     def of(
-        self, bucket: dist.GradBucket, group: ProcessGroup
+        self, bucket: c10d.GradBucket, group: ProcessGroup
     ) -> tuple[ErrorFeedback, Sequence[int]]:
         """The errors of all parameters, and the numbers of a bucket's."""
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
@@ -100,7 +101,7 @@ class Bucket:
     """The parameters of one of DDP's buckets, and the message with their gradients."""
 
     def __init__(
-        self, group: ProcessGroup, bucket: dist.GradBucket, compression: Choice, kept: Errors
+        self, group: ProcessGroup, bucket: c10d.GradBucket, compression: Choice, kept: Errors
     ) -> None:
         self._group, self._params = group, bucket.parameters()
         exchange = group.exchange
@@ -124,7 +125,7 @@ class Bucket:
             numbers = [*members, self._num_params]
             self._buffer = make_buffer(plan, 0, numbers, Op.AVERAGE, memory, sent, errors)
 
-    def is_of(self, group: ProcessGroup, bucket: dist.GradBucket) -> bool:
+    def is_of(self, group: ProcessGroup, bucket: c10d.GradBucket) -> bool:
         """Whether it is this bucket's."""
         params = bucket.parameters()
         return (
@@ -133,21 +134,22 @@ class Bucket:
             and all(a is b for a, b in zip(params, self._params, strict=True))
         )
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Replace the bucket's gradients by averages; begins it, in the order of calls."""
         whole, buffer = bucket.buffer(), self._buffer
         if buffer is None:
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.AVG
+            options = c10d.AllreduceOptions()
+            options.reduceOp = c10d.ReduceOp(c10d.ReduceOp.AVG)
             work = self._group.allreduce([whole], options)
         else:
             work = self._group.begin("all_reduce of fewer bits", partial(self._describe, bucket))
         return work.get_future().then(lambda done: done.value()[0])
 
-    def _describe(self, bucket: dist.GradBucket, call: GroupCollective) -> None:
+    def _describe(self, bucket: c10d.GradBucket, call: GroupCollective) -> None:
         whole, buffer = bucket.buffer(), self._buffer
         assert buffer is not None
-        addresses, owners = [0] * (self._num_params + 1), [None] * (self._num_params + 1)
+        addresses = [0] * (self._num_params + 1)
+        owners: list[object] = [None] * len(addresses)
         for number, grad in zip(self._members, bucket.gradients(), strict=True):
             addresses[number], owners[number] = grad.data_ptr(), grad
         step = Step(0, addresses, owners, [], targets=addresses)

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Work
-from wfbp.comm.mpi.exchange import Exchange, Reduction
+from wfbp.comm.mpi.group_exchange import GroupExchange, Reduction
 from wfbp.core.types import ITEM_BYTES, Op
 from wfbp.errors import DisagreementError
 from wfbp.runtime.progress.thread import CommunicationThread
@@ -96,7 +96,7 @@ class GroupCollective(GroupWork):
     def __init__(
         self,
         name: str,
-        exchange: Exchange,
+        exchange: GroupExchange,
         options: Any,
         thread: CommunicationThread,
         timeout_s: float,

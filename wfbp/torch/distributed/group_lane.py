@@ -1,9 +1,9 @@
 """The communication side of one process group: its operations under way, and how they fail.
 
 Collectives match by their order within the group. On one host ranks compare all of them
-(``comm/mpi/exchange``); elsewhere they exchange fingerprints of the first operations and of every
-sixteenth, or of all if ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``. A fingerprint covers all earlier
-operations too.
+(``comm/mpi/group_exchange``); elsewhere they exchange fingerprints of the first operations and of
+every sixteenth, or of all if ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``. A fingerprint covers all
+earlier operations too.
 
 If operations differ, or one is overdue, the ranks of the group tell each other their places. The
 first of them that has heard enough composes one text, and the group fails with it on all ranks.
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.backend import Backend, Work
-from wfbp.comm.mpi.exchange import Exchange
+from wfbp.comm.mpi.group_exchange import GroupExchange
 from wfbp.core.ranks import name_values
 from wfbp.errors import DisagreementError, StallError, WfbpError
 from wfbp.runtime.progress.loop import LaneProtocol, needs_of
@@ -45,7 +45,9 @@ _ANSWER_S, _TURN_S = 1.0, 0.5
 class GroupLane(LaneProtocol):
     """The collectives and messages of one group, under the progress lock."""
 
-    def __init__(self, runtime: Runtime, exchange: Exchange, name: str, check_all: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, exchange: GroupExchange, name: str, check_all: bool
+    ) -> None:
         self._loop = runtime.thread.loop
         self._members = Members(-1, tuple(sorted(exchange.ranks)))
         self.backend: Backend = exchange.backend

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wfbp.comm.mpi.exchange import Exchange
+from wfbp.comm.mpi.group_exchange import GroupExchange
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.distributed.group_collectives import sizes
@@ -34,7 +34,7 @@ class GroupMessage(GroupWork):
         tensor: torch.Tensor,
         peer: int | None,
         tag: int,
-        exchange: Exchange,
+        exchange: GroupExchange,
         runtime: Runtime,
         timeout_s: float,
         group: str,

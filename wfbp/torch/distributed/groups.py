@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import _env_rendezvous_handler
 
-from wfbp.comm.mpi.exchange import Exchange
+from wfbp.comm.mpi.group_exchange import GroupExchange
 from wfbp.comm.mpi.mpi_backend import MpiBackend
 from wfbp.core.ranks import name_ranks
 from wfbp.errors import BackendError, StallError, WfbpError
@@ -174,7 +174,7 @@ class Groups:
         self._made: Counter[tuple[int, ...]] = Counter()
         self._open: dict[str, ProcessGroup] = {}
         # Communicators of groups that were destroyed, by their ranks.
-        self._idle: defaultdict[tuple[int, ...], dict[str, Exchange]] = defaultdict(dict)
+        self._idle: defaultdict[tuple[int, ...], dict[str, GroupExchange]] = defaultdict(dict)
         self._loop.handle_notices(NOTICE, self._hear)
         self._loop.is_awaited = future_waits.is_blocked
 
@@ -228,7 +228,7 @@ class Groups:
 
     def _exchange(
         self, key: str, ranks: tuple[int, ...], timeout_s: float, store: Store
-    ) -> Exchange:
+    ) -> GroupExchange:
         """The communicators of a group, once all of its ranks want it: new ones, or those of a
         group that all of them have destroyed, if no message to it is under way."""
         idle = {key: (old.position, old.undelivered) for key, old in self._idle[ranks].items()}

@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import BackendConfig, _world
 
 from wfbp.comm.backend import Finished
-from wfbp.comm.mpi.exchange import Exchange
+from wfbp.comm.mpi.group_exchange import GroupExchange
 from wfbp.core.ranks import name_ranks
 from wfbp.errors import StallError
 from wfbp.runtime.runtime import Runtime
@@ -40,7 +40,7 @@ class ProcessGroup(dist.ProcessGroup):
     def __init__(
         self,
         runtime: Runtime,
-        exchange: Exchange,
+        exchange: GroupExchange,
         key: str,
         timeout: timedelta,
         store: c10d.Store,

@@ -159,7 +159,7 @@ def split_message(data: Buffer) -> list[Buffer]:
     ]
 
 
-class Exchange:
+class GroupExchange:
     """Collectives among the ranks of one group; used under the progress lock.
 
     Every rank of the group starts the same collectives in the same order. A block's size is the
