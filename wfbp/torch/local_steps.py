@@ -34,10 +34,10 @@ from wfbp.torch.wrapping import check_optimizer, named_pairs
 Outer = str | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 OUTER: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
-    "nesterov": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
+    "nesterov": lambda params: torch.optim.SGD(params, lr=0.9, momentum=0.5, nesterov=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1.0),
 }
-"""DiLoCo's choice, and the plain average of the ranks' parameters."""
+"""The best of seven choices in short runs (docs/benchmarks/training.md), and the plain average."""
 _attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _MOST_DELAY = 5
 _SMALL_BYTES = 4096
@@ -57,8 +57,9 @@ class LocalSteps:
         named_parameters: ``model.named_parameters()``, for messages and rules of ``compression``.
         every: steps from one exchange of a fragment to its next one.
         fragments: parts of the model, exchanged at different steps; at most ``every``.
-        outer: ``"nesterov"`` (learning rate 0.7, momentum 0.9) or ``"sgd"`` (the plain average); or
-            a function that makes an optimizer of a list of tensors.
+        outer: ``"nesterov"`` (learning rate 0.9, momentum 0.5) or ``"sgd"`` (the plain average); or
+            a function that makes an optimizer of a list of tensors. DiLoCo's SGD with 0.7 and 0.9
+            needs many thousand steps.
         compression: how changes are sent, as in :func:`DistributedOptimizer`, without ``auto``.
         delay: steps that compute while a fragment travels; by default at most 5, and fewer than
             ``every / fragments``. With 0 every exchange is waited for.

@@ -23,12 +23,9 @@ import wfbp.torch as hvd
 from tests.support.cores import leave_cores
 from tests.support.hosts import as_on_hosts, in_rows
 from wfbp.config import read_environment
+from wfbp.torch.local_steps import OUTER
 
 CONFIG = replace(read_environment()[0], probe_budget_s=0.02, timeout_s=60.0)
-OUTER: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=1.0),
-    "nesterov": lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True),
-}
 
 
 def digest(arrays: Iterable[torch.Tensor]) -> str:
