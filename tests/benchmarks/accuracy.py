@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -82,8 +83,8 @@ def digits_task(
 TASKS = {"text": text_task, "digits": digits_task}
 
 
-def trained(task: str, compression: str, seed: int, steps: int, every: int) -> float:
-    """The loss after some steps, which are local if ``compression`` is so."""
+def trained(task: str, compression: str, seed: int, steps: int, every: int) -> tuple[float, float]:
+    """The loss after some steps, which are local if ``compression`` is so, and seconds per step."""
     model, optimizer, batches, evaluate = TASKS[task](seed, 8)
     local = None
     clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
@@ -95,6 +96,7 @@ def trained(task: str, compression: str, seed: int, steps: int, every: int) -> f
         )
         clip = optimizer.clip_grad_norm_
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    start = time.perf_counter()
     for _ in range(steps):
         inputs, targets = next(batches)
         output = model(inputs)
@@ -104,12 +106,13 @@ def trained(task: str, compression: str, seed: int, steps: int, every: int) -> f
         clip(1.0)
         optimizer.step()
         decay.step()
+    step_s = (time.perf_counter() - start) / steps
     if local is not None:
         local.synchronize()
     elif compression == "int8" and "int8" not in optimizer.report()["sent_as"]:
         raise SystemExit("nothing was encoded: start ranks on several hosts, as tools/link.py does")
     with torch.no_grad():
-        return evaluate(model)
+        return evaluate(model), step_s
 
 
 def main(argv: Sequence[str]) -> None:
@@ -129,15 +132,17 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     wfbp.init()
     for task in options.tasks:
-        losses = {
+        results = {
             name: [
                 trained(task, name, seed, options.steps, options.local_steps)
                 for seed in range(options.seeds)
             ]
             for name in dict.fromkeys(["none", *options.compressions, *by_local_steps])
         }
+        losses = {name: [loss for loss, _ in found] for name, found in results.items()}
         rows = []
         for name, found in losses.items():
+            step_s = statistics.median(seconds for _, seconds in results[name])
             over = [a / b - 1 for a, b in zip(found, losses["none"], strict=True)]
             rows.append(
                 [
@@ -146,11 +151,12 @@ def main(argv: Sequence[str]) -> None:
                     " ".join(f"{loss:.4f}" for loss in found),
                     f"{statistics.mean(over):+.2%}",
                     " ".join(f"{each:+.2%}" for each in over),
+                    f"{1e3 * step_s:.1f}",
                 ]
             )
         if wfbp.rank() == 0:
             spread = max(losses["none"]) / min(losses["none"]) - 1
-            columns = ["gradients", "mean loss", "by seed", "over plain", "by seed"]
+            columns = ["gradients", "mean loss", "by seed", "over plain", "by seed", "ms per step"]
             title = f"{task}, {wfbp.size()} ranks; plain seeds differ by {spread:.1%}"
             print_table(title, columns, rows)
     wfbp.shutdown()

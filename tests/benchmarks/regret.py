@@ -6,7 +6,7 @@ The *regret* of a start is the median iteration of ``auto`` over the best fixed 
 least of several noisy medians is itself too low by chance, so a regret of 1.01 may be none.)
 
 With ``--compression auto:int8`` the plan also chooses how gradients are sent, and its rivals are
-``auto`` without compression, with ``bf16``, and with ``int8``.
+``auto`` with each of the ways that it may choose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.benchmarks.training import (
 )
 from wfbp.cli.tables import print_table
 from wfbp.core.planners import PLANNERS
-from wfbp.core.types import COMPRESSIONS
+from wfbp.core.types import AUTO_WIRES, COMPRESSIONS
 
 LIMIT = 1.03
 SHARE = 0.9
@@ -78,9 +78,9 @@ def main(words: Sequence[str]) -> int:
     options = arguments(words)
     auto, others = AUTO, FIXED
     if options.compression:
-        least = options.compression.removeprefix("auto:")
         auto = f"{AUTO}/{options.compression}"
-        others = [f"{AUTO}/{sent}" for sent in dict.fromkeys(["none", "bf16", least])]
+        wires = AUTO_WIRES[COMPRESSIONS[options.compression]]
+        others = [f"{AUTO}/{name}" for name, wire in COMPRESSIONS.items() if wire in wires]
     starts: list[Start] = []
     for number in range(options.starts):
         for model in options.models:

@@ -687,11 +687,15 @@ class Reducer:
         """Whether any plan may leave this rank shards of gradients."""
         return len(self.tuner.operations) > 1
 
-    def errors_of_encoding(self) -> list[Buffer]:
-        """This rank's rounding errors (float32), which the next step makes up for. For each tensor
-        that a plan may encode: of its gradient, and of this rank's shard of the sum. Call it
-        between steps."""
-        return [error for index in self.encoded for error in self._lane.errors.of(index)]
+    def errors_of_encoding(self) -> dict[str, Buffer]:
+        """This rank's rounding errors (float32), which the next step makes up for, by tensor that a
+        plan may encode; those of its shard of the sum by the name with ", sum". Call it between
+        steps."""
+        found = {}
+        for index in self.encoded:
+            name = self.specs[index].name
+            found[name], found[f"{name}, sum"] = self._lane.errors.of(index)
+        return found
 
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; see :func:`make_report`."""

@@ -9,17 +9,19 @@ arXiv:2501.18512, sections 2.2 and 2.3).
 
 from __future__ import annotations
 
+import copy
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from wfbp.core.types import Op
-from wfbp.errors import DisagreementError
+from wfbp.errors import DisagreementError, StallError
 from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
@@ -28,8 +30,8 @@ from wfbp.torch import tensors
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import Choice, wires_of
 from wfbp.torch.optimizer import DistributedOptimizerBase
-from wfbp.torch.original import check_params, named_params
-from wfbp.torch.wrapping import check_optimizer, named_pairs
+from wfbp.torch.original import check_params, named_params, wrapped_of
+from wfbp.torch.wrapping import check_optimizer, named_pairs, stepping_locally
 
 Outer = str | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -38,7 +40,6 @@ OUTER: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1.0),
 }
 """The best of seven choices in short runs (docs/benchmarks/training.md), and the plain average."""
-_attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _MOST_DELAY = 5
 _SMALL_BYTES = 4096
 """Smaller tensors travel together."""
@@ -47,10 +48,11 @@ _SMALL_BYTES = 4096
 class LocalSteps:
     """Lets an optimizer take steps on this rank alone, and averages parameters every few steps.
 
-    The optimizer stays as it is: schedulers, ``GradScaler`` and ``step()`` work as without it. It
-    sends ``1 / every`` of the bytes that averaging gradients would, but trains differently, and
-    needs its own learning rates. Every rank must take the same number of steps. Buffers, such as
-    the statistics of ``BatchNorm``, are not averaged.
+    The optimizer stays as it is, and so do schedulers and ``step()``. Ranks send ``1 / every`` of
+    the bytes that averaging gradients would. Training differs, and needs its own learning rates.
+    Every rank must take the same number of steps; so ``GradScaler``, which skips some on one rank,
+    does not fit. Load and broadcast parameters before. Buffers, such as the statistics of
+    ``BatchNorm``, are not averaged. A copy of the optimizer has no local steps.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, but no :func:`DistributedOptimizer`.
@@ -97,14 +99,16 @@ class LocalSteps:
         delay: int | None = None,
     ) -> None:
         runtime = process.current("LocalSteps()")
-        if isinstance(optimizer, DistributedOptimizerBase):
+        if isinstance(optimizer, DistributedOptimizerBase) or wrapped_of(optimizer) is not None:
             raise TypeError(
-                "LocalSteps was given a distributed optimizer, which averages gradients in every "
-                "step; pass the optimizer that it was made of"
+                "LocalSteps was given an optimizer that averages gradients in every step; make it "
+                "of another one, instead of a DistributedOptimizer"
             )
         check_optimizer(optimizer)
         known = None if named_parameters is None else named_pairs(named_parameters)
         named = named_params(optimizer, known, complete=True)
+        self._ids = {id(p) for _, p in named}
+        named = [(name, p) for name, p in named if p.numel()]
         delay = _checked(every, fragments, delay, len(named))
         make = OUTER.get(outer) if isinstance(outer, str) else outer
         if not callable(make):
@@ -113,32 +117,48 @@ class LocalSteps:
         self._num_steps, self._shows_common = 0, False
         self.num_exchanges = 0
         """Fragments that were exchanged so far."""
-        self._ids = {id(p) for _, p in named}
-        if optimizer in _attached:
-            raise ValueError(f"this {type(optimizer).__name__} has LocalSteps already")
         cuts = _cuts([p.numel() for _, p in named], fragments)
-        settings = {
-            "every": every,
-            "fragments": fragments,
-            "delay": delay,
-            "outer": outer if isinstance(outer, str) else getattr(outer, "__qualname__", ""),
-        }
+        self._settings = {"every": every, "fragments": fragments, "delay": delay}
         self._fragments = [
-            Fragment(runtime, named[first:last], make, compression, settings, number)
+            Fragment(runtime, named[first:last], named, make, compression, self._settings, number)
             for number, (first, last) in enumerate(pairwise(cuts))
         ]
         self._sends_at = [every * (number + 1) // fragments for number in range(fragments)]
-        _attached.add(optimizer)
-        optimizer.register_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
+        stepping_locally.add(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        self._first = optimizer.register_step_pre_hook(lambda *_: self._before_first_step())
+        self._hook = optimizer.register_step_post_hook(lambda opt, *_: self._after_step(opt))
+
+    def close(self) -> None:
+        """Let the optimizer step alone again. Every rank must call it, after the same step."""
+        self._first.remove()
+        self._hook.remove()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            stepping_locally.discard(optimizer)
+
+    @uncompiled
+    def _before_first_step(self) -> None:
+        """Raise if parameters were loaded later, which would count as progress of this rank."""
+        self._first.remove()
+        for fragment in self._fragments:
+            if not fragment.shows_common():
+                raise RuntimeError(
+                    "parameters have changed since LocalSteps was made: load and broadcast them "
+                    "before it is made"
+                )
+
+    def _check_own(self, what: str) -> None:
+        if self._shows_common:
+            raise RuntimeError(f"{what} within LocalSteps.averaged()")
 
     @uncompiled
     @signals.deferred
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin and end the exchanges that are due."""
-        if self._shows_common:
-            raise RuntimeError(f"{type(optimizer).__name__}: step() within LocalSteps.averaged()")
+        self._check_own("step()")
         for param in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(param) not in self._ids and param.is_floating_point():
+            if id(param) not in self._ids and (param.is_floating_point() or param.is_complex()):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} has got a parameter of shape {tuple(param.shape)} "
                     "since LocalSteps was made for it, which ranks do not average: add parameters "
@@ -159,24 +179,31 @@ class LocalSteps:
     @uncompiled
     @signals.deferred
     def synchronize(self) -> None:
-        """Exchange all fragments and wait for them; parameters are then equal on all ranks.
+        """Exchange what has changed, and wait for it; all ranks then have the common parameters.
 
-        For the end of training. Every rank must call it, after the same step.
+        For the end of training. Every rank must call it, after the same step. Without steps in
+        between, a second call exchanges nothing.
 
         Raises:
+            RuntimeError: within :meth:`averaged`.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
+        self._check_own("synchronize()")
         for fragment in self._fragments:
             if fragment.is_under_way:
                 self._receive(fragment)
-            fragment.send(self._num_steps)
-            fragment.receive(carries_on=False)
-            self.num_exchanges += 1
+            if fragment.sent_at < self._num_steps:
+                fragment.send(self._num_steps)
+                fragment.receive(carries_on=False)
+                self.num_exchanges += 1
+            else:
+                fragment.show_common()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Within it, the model has the common parameters, which are the same on every rank: for
         evaluation. Any rank may use it alone. ``step()`` within it is an error."""
+        self._check_own("averaged()")
         kept = [p.detach().clone() for fragment in self._fragments for p in fragment.params]
         for fragment in self._fragments:
             fragment.show_common()
@@ -191,13 +218,14 @@ class LocalSteps:
 
     @signals.deferred
     def state_dict(self) -> dict[str, Any]:
-        """The common parameters, the outer optimizer's state, and rounding errors. Save them with
-        the model's and the optimizer's state. Waits for exchanges under way.
+        """The common parameters, the outer optimizer's state, and this rank's rounding errors. Save
+        them with the model's and the optimizer's state. Any rank may call it, alone.
 
-        Each rank's own state continues exactly. If all ranks load that of one rank, the errors of
-        rounding that the others have kept are lost.
+        Each rank's own state continues with the same bits, unless a fragment is under way: that is
+        exchanged later. If all ranks load the state of one, its rounding errors count for all.
         """
         return {
+            "settings": dict(self._settings),
             "steps": self._num_steps,
             "exchanges": self.num_exchanges,
             "fragments": [fragment.state() for fragment in self._fragments],
@@ -207,21 +235,27 @@ class LocalSteps:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state, after the model and the optimizer have loaded theirs.
 
-        Every rank must call it, with states of the same step.
+        Every rank must call it, with states of the same step. The number of ranks may differ.
 
         Raises:
-            ValueError: a state of other fragments.
+            RuntimeError: within :meth:`averaged`.
+            ValueError: a state of something else, or of other settings or parameters.
         """
-        saved = state_dict["fragments"]
-        shapes = [[tuple(t.shape) for t in each["common"]] for each in saved]
-        mine = [[tuple(t.shape) for t in fragment.common] for fragment in self._fragments]
-        if shapes != mine:
+        self._check_own("load_state_dict()")
+        found = {
+            **state_dict.get("settings", {}),
+            "parameters": [list(each["names"]) for each in state_dict.get("fragments", [])],
+        }
+        mine = self._settings | {"parameters": [fragment.names for fragment in self._fragments]}
+        if found != mine:
+            what = [name for name in mine if found.get(name) != mine[name]]
             raise ValueError(
-                f"the state is of {len(saved)} fragments with parameters of shapes {shapes}; "
-                f"expected {mine}: pass the same fragments and parameters as when it was saved"
+                f"the state to load differs in {', '.join(what)}: found "
+                f"{[found.get(name) for name in what]}, expected {[mine[name] for name in what]}"
             )
+        self._first.remove()
         self._num_steps, self.num_exchanges = state_dict["steps"], state_dict["exchanges"]
-        for fragment, each in zip(self._fragments, saved, strict=True):
+        for fragment, each in zip(self._fragments, state_dict["fragments"], strict=True):
             fragment.load(each)
 
 
@@ -232,12 +266,13 @@ class Fragment:
         self,
         runtime: Runtime,
         named: Sequence[tuple[str, torch.Tensor]],
+        known: Sequence[tuple[str, torch.Tensor]],  # of all fragments
         make: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
         compression: Choice,
-        settings: dict[str, object],
+        settings: Mapping[str, object],
         number: int,
     ) -> None:
-        self.params = [p for _, p in named]
+        self.names, self.params = [name for name, _ in named], [p for _, p in named]
         wide = [torch.promote_types(p.dtype, torch.float32) for p in self.params]
         self.common = [
             p.detach().to("cpu", t, copy=True).contiguous()
@@ -245,34 +280,48 @@ class Fragment:
         ]
         """The same on every rank, in float32 or float64."""
         self._outer = make(self.common)
+        if not isinstance(self._outer, torch.optim.Optimizer):
+            raise TypeError(f"outer made {self._outer!r}; expected a torch.optim.Optimizer")
+        self.sent_at = 0
+        """The step of the last exchange."""
         self._sent: list[torch.Tensor] | None = None
         """This rank's changes, while they are under way."""
-        self._arrived: list[torch.Tensor] | None = None
-        """Averages of those under way, if they have arrived already."""
-        # Small tensors travel as one. The last message leaves when the step is closed, so it is
-        # one without content: all others leave before.
-        self._large = [k for k, t in enumerate(self.common) if t.nbytes >= _SMALL_BYTES]
-        small = [k for k, t in enumerate(self.common) if t.nbytes < _SMALL_BYTES]
-        dtypes = dict.fromkeys(self.common[k].dtype for k in small)
-        self._small = [[k for k in small if self.common[k].dtype is t] for t in dtypes]
-        names = [named[k][0] for k in self._large]
-        joined = self._joined(self.common)
-        names += [f"small {t.dtype}" for t in joined[len(names) :]]
-        specs = [tensors.spec(name, t) for name, t in zip(names, joined, strict=True)]
-        self._end = torch.zeros(1)
-        last = tensors.spec("end of the exchange", self._end)
-        wire, wires = wires_of(compression, named)
+        self._own: list[torch.Tensor] = []
+        """Its parameters, as they were then."""
+        wire, wires = wires_of(compression, named, known)
         name = f"fragment {number} of LocalSteps"
         options = ReducerOptions("layerwise", 1, Op.AVERAGE, name=name, wire=wire, wires=wires)
         check_params(named, options)
         if len(options.choices) > 1:
             raise ValueError(f"compression is {compression!r}; LocalSteps needs one without auto")
+        # Small tensors that are sent alike travel as one. The last message leaves when the step is
+        # closed, so it is one without content: all others leave before.
+        self._large = [k for k, t in enumerate(self.common) if t.nbytes >= _SMALL_BYTES]
+        small: dict[tuple[torch.dtype, str], list[int]] = {}
+        for k, t in enumerate(self.common):
+            if t.nbytes < _SMALL_BYTES:
+                sent_as = options.wire_of(tensors.spec(self.names[k], t), runtime.size, "")
+                small.setdefault((t.dtype, sent_as), []).append(k)
+        self._small = list(small.values())
+        names = [self.names[k] for k in self._large]
+        names += [f"small {dtype}, sent as {sent_as or 'it is'}" for dtype, sent_as in small]
+        joined = self._joined(self.common)
+        specs = [tensors.spec(name, t) for name, t in zip(names, joined, strict=True)]
+        ways = [sent_as for _, sent_as in small]
+        exceptions = zip(names[len(self._large) :], ways, strict=True)
+        options = replace(options, wires=(*wires, *exceptions))
+        self._end = torch.zeros(1)
+        last = tensors.spec("end of the exchange", self._end)
         digest = 0
         for tensor in self.common:
             digest = zlib.crc32(tensors.raw(tensor).data, digest)
         self._reducer: Reducer | None = None
         if runtime.size > 1:
-            compared = settings | {"initial parameters": digest}
+            compared = {
+                **settings,
+                "outer": f"{type(self._outer).__name__} {self._outer.defaults}",
+                "initial parameters, which broadcast_parameters() makes equal": digest,
+            }
             self._reducer = Reducer(runtime, [last, *specs], options, compared=compared)
             weakref.finalize(self, self._reducer.close)
 
@@ -282,11 +331,14 @@ class Fragment:
 
     def send(self, step: int) -> None:
         """Begin to average how far this rank's parameters are from the common ones."""
-        self._closing_call = step % 63 + 1  # which ranks compare
-        self._sent = [
-            t - p.detach().to("cpu", t.dtype).contiguous()
+        self.sent_at = step
+        # As the common ones are shown: rounding to the parameter's type is no progress.
+        shown = [t.to(p.dtype).to(t.dtype) for t, p in zip(self.common, self.params, strict=True)]
+        self._own = [
+            p.detach().to("cpu", t.dtype, copy=True).contiguous()
             for t, p in zip(self.common, self.params, strict=True)
         ]
+        self._sent = [t - own for t, own in zip(shown, self._own, strict=True)]
         if self._reducer is not None:
             for index, tensor in reversed(list(enumerate(self._joined(self._sent), 1))):
                 self._reducer.mark_ready(index, tensor.data_ptr(), tensor)
@@ -296,26 +348,24 @@ class Fragment:
         small = [torch.cat([values[k].view(-1) for k in keys]) for keys in self._small]
         return [values[k] for k in self._large] + small
 
-    def _arrive(self) -> list[torch.Tensor]:
+    def _averages(self) -> list[torch.Tensor]:
         """The averages of what is under way, once they are here."""
-        assert self._sent is not None
-        if self._arrived is not None:
-            return self._arrived
+        sent, self._sent = self._sent, None
+        assert sent is not None
         if self._reducer is None:
-            self._arrived = self._sent
-            return self._sent
+            return sent
         self._reducer.mark_ready(0, self._end.data_ptr(), self._end)
         try:
-            _, *views = self._reducer.synchronize(closing_call=self._closing_call)
-        except DisagreementError as error:
-            raise DisagreementError(
-                f"{error}. Under LocalSteps every rank must have taken as many steps as the others"
+            _, *views = self._reducer.synchronize(closing_call=self.sent_at % 63 + 1)
+        except (DisagreementError, StallError) as error:
+            raise type(error)(
+                f"{error}. Under LocalSteps every rank must have taken as many steps as the others "
+                f"(here {self.sent_at} before this exchange)"
             ) from error
-        self._arrived = averages = [torch.empty_like(t) for t in self.common]
+        averages = [torch.empty_like(t) for t in self.common]
         for view, keys in zip(views, [[k] for k in self._large] + self._small, strict=True):
             assert view is not None
-            dtype = self.common[keys[0]].dtype
-            flat = tensors.shared(view.data).view(dtype)
+            flat = tensors.shared(view.data).view(self.common[keys[0]].dtype)
             parts = torch.split(flat, [averages[k].numel() for k in keys])
             for k, part in zip(keys, parts, strict=True):
                 averages[k].view(-1).copy_(part)
@@ -323,20 +373,22 @@ class Fragment:
 
     def receive(self, carries_on: bool) -> None:
         """Move the common parameters, and this rank's: to them, or by as much as they differ from
-        what was sent, so that steps made meanwhile are kept."""
-        averages, sent = self._arrive(), self._sent
-        assert sent is not None
-        self._sent = self._arrived = None
-        before = [t - s for t, s in zip(self.common, sent, strict=True)] if carries_on else []
-        for tensor, average in zip(self.common, averages, strict=True):
+        what this rank had, so that steps made meanwhile are kept."""
+        for tensor, average in zip(self.common, self._averages(), strict=True):
             tensor.grad = average
         self._outer.step()
         self._outer.zero_grad()
+        own, self._own = self._own, []
         if not carries_on:
             self.show_common()
             return
-        for param, tensor, own in zip(self.params, self.common, before, strict=True):
-            param.detach().add_((tensor - own).to(param.device, param.dtype))
+        for param, tensor, before in zip(self.params, self.common, own, strict=True):
+            param.detach().add_((tensor - before).to(param.device, param.dtype))
+
+    def shows_common(self) -> bool:
+        """Whether the model's parameters are the common ones."""
+        pairs = zip(self.params, self.common, strict=True)
+        return all(torch.equal(p.detach().cpu(), t.to(p.dtype)) for p, t in pairs)
 
     def show_common(self) -> None:
         """Set the model's parameters to the common ones."""
@@ -344,28 +396,32 @@ class Fragment:
             param.detach().copy_(tensor)
 
     def state(self) -> dict[str, Any]:
-        if self.is_under_way:
-            self._arrive()
-        errors = [] if self._reducer is None else self._reducer.errors_of_encoding()
+        errors = {}
+        if self._reducer is not None and not self.is_under_way:  # else they are being written
+            errors = self._reducer.errors_of_encoding()
         return {
+            "names": list(self.names),
+            "sent_at": 0 if self.is_under_way else self.sent_at,
             "common": [t.clone() for t in self.common],
-            "outer": self._outer.state_dict(),
-            "sent": self._sent,
-            "arrived": self._arrived,
-            "errors": [torch.from_numpy(e.copy()) for e in errors],
+            "outer": copy.deepcopy(self._outer.state_dict()),
+            "errors": {name: torch.from_numpy(each.copy()) for name, each in errors.items()},
         }
 
     def load(self, state: dict[str, Any]) -> None:
         if self.is_under_way:
-            self._arrive()
+            self._averages()
+        self.sent_at, self._own = state["sent_at"], []
         for tensor, value in zip(self.common, state["common"], strict=True):
             tensor.copy_(value)
-        self._outer.load_state_dict(state["outer"])
-        self._sent, self._arrived = state["sent"], state["arrived"]
-        if self._reducer is not None:
-            kept = self._reducer.errors_of_encoding()
-            for error, value in zip(kept, state["errors"], strict=False):
+        self._outer.load_state_dict(copy.deepcopy(state["outer"]))
+        if self._reducer is None:
+            return
+        for name, error in self._reducer.errors_of_encoding().items():
+            value = state["errors"].get(name)
+            if value is not None and value.numel() == error.size:
                 error[:] = value.numpy()
+            else:  # of another number of ranks, or sent in another way
+                error.fill(0.0)
 
 
 def _checked(every: object, fragments: object, delay: object, num_params: int) -> int:
@@ -373,7 +429,8 @@ def _checked(every: object, fragments: object, delay: object, num_params: int) -
     numbers = {"every": every, "fragments": fragments}
     for name, value in (numbers | ({} if delay is None else {"delay": delay})).items():
         if isinstance(value, bool) or not isinstance(value, int) or value < (name != "delay"):
-            raise ValueError(f"{name} is {value!r}; expected a whole number above zero")
+            least = "of at least 0" if name == "delay" else "above zero"
+            raise ValueError(f"{name} is {value!r}; expected a whole number {least}")
     assert isinstance(every, int)
     assert isinstance(fragments, int)
     if fragments > min(every, num_params):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -156,6 +157,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
 
 
+stepping_locally: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have ``LocalSteps``."""
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
@@ -163,6 +168,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"this {type(optimizer).__name__} is distributed already: use it as it is; to wrap it "
             "anew, pass the optimizer that it was made of"
+        )
+    if optimizer in stepping_locally:
+        raise ValueError(
+            f"this {type(optimizer).__name__} has LocalSteps, which average parameters instead of "
+            "gradients: use one of both; LocalSteps.close() removes it"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -31,17 +33,19 @@ def comm_hook(compression: Choice = "int8") -> Hook:
 
     Gradients are sent as by the argument of :func:`wfbp.torch.DistributedOptimizer`, without
     ``auto`` and without rules, since DDP tells no names; then they are averaged. The next step's
-    gradients make up for rounding. Every model needs another hook.
+    gradients make up for rounding, unless an average is not finite. Changes of a loss scale are not
+    followed. Sparse gradients stay as they are. Every model needs another hook.
 
     Args:
         compression: ``"fp16"``, ``"bf16"``, ``"int8"``, ``"fp8"`` or ``"int4"``.
 
     Returns:
-        The hook. Its first argument, the state, is the process group, or None for the default one.
+        The hook. Its first argument, the state, is the process group of the model, or None for the
+        default one.
 
     Raises:
         TypeError: in the first backward pass, if the group has another backend.
-        ValueError: a bad argument.
+        ValueError: a bad argument; in backward, if another model uses the hook.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -64,8 +68,11 @@ def comm_hook(compression: Choice = "int8") -> Hook:
         if not isinstance(group, ProcessGroup):
             raise TypeError(
                 f"wfbp's hook was given {group!r} as the process group; it needs one of the "
-                'backend wfbp: init_process_group("wfbp", init_method="wfbp://")'
+                'backend wfbp: init_process_group("wfbp")'
             )
+        if bucket.buffer().is_sparse:
+            total = group.allreduce([bucket.buffer()], c10d.AllreduceOptions())
+            return total.get_future().then(lambda done: done.value()[0] / group.size())
         known = buckets.get(bucket.index())
         if known is None or not known.is_of(group, bucket):  # DDP changes them after a step
             known = buckets[bucket.index()] = Bucket(group, bucket, compression, kept)
@@ -80,7 +87,11 @@ class Errors:
 
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
-        self._numbers: dict[int, int] = {}
+        self.is_spoilt = False
+        """Whether an average was not finite, so that errors mean nothing; equal on all ranks."""
+        self._params: dict[int, tuple[int, torch.Tensor]] = {}
+        self._is_complete = False  # after the first backward pass
+        self._group: ProcessGroup | None = None
         self._feedback: ErrorFeedback | None = None
 
     def of(
@@ -89,12 +100,34 @@ class Errors:
         """The errors of all parameters, and the numbers of a bucket's."""
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         for param, grad in pairs:
-            if id(param) not in self._numbers:
-                number = self._numbers[id(param)] = len(self.specs)
-                self.specs.append(tensors.spec(f"parameter {number}", grad))
+            if id(param) in self._params:
+                continue
+            if self._is_complete:
+                raise ValueError(
+                    "a communication hook has got a parameter that it does not know: it keeps "
+                    "rounding errors of one model; call comm_hook() for each model"
+                )
+            number = len(self.specs)
+            self._params[id(param)] = number, param
+            self.specs.append(tensors.spec(f"parameter {number}", grad))
+        self._is_complete |= bucket.is_last()
         if self._feedback is None:
-            self._feedback = ErrorFeedback(self.specs, group.rank(), group.size())
-        return self._feedback, [self._numbers[id(param)] for param in bucket.parameters()]
+            self._group, self._feedback = (
+                group,
+                ErrorFeedback(self.specs, group.rank(), group.size()),
+            )
+        if group is not self._group:
+            raise ValueError(
+                "a communication hook has got another process group than before; call comm_hook() "
+                "for each model"
+            )
+        return self._feedback, [self._params[id(param)][0] for param in bucket.parameters()]
+
+    def drop_spoilt(self) -> None:
+        """Before a backward pass: begin anew if an average was not finite."""
+        if self.is_spoilt and self._feedback is not None:
+            self._feedback.scale(None, 0.0)
+        self.is_spoilt = False
 
 
 class Bucket:
@@ -103,7 +136,7 @@ class Bucket:
     def __init__(
         self, group: ProcessGroup, bucket: c10d.GradBucket, compression: Choice, kept: Errors
     ) -> None:
-        self._group, self._params = group, bucket.parameters()
+        self._group, self._params, self._kept = group, bucket.parameters(), kept
         exchange = group.exchange
         errors, members = kept.of(bucket, group)
         named = [(kept.specs[k].name, p) for k, p in zip(members, self._params, strict=True)]
@@ -113,6 +146,9 @@ class Bucket:
             options = options.without_codecs()
         specs = [kept.specs[k] for k in members]
         sent = [options.wire_of(spec, exchange.size, "") for spec in specs]
+        self._sent_as = ", ".join(
+            f"{n} by {wire or 'no codec'}" for wire, n in Counter(sent).items()
+        )
         self._buffer: GroupBuffer | MixedBuffer | None = None
         self._members, self._num_params = members, len(kept.specs)
         if any(sent):
@@ -137,6 +173,8 @@ class Bucket:
     def reduce(self, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Replace the bucket's gradients by averages; begins it, in the order of calls."""
         whole, buffer = bucket.buffer(), self._buffer
+        if bucket.index() == 0:
+            self._kept.drop_spoilt()
         if buffer is None:
             options = c10d.AllreduceOptions()
             options.reduceOp = c10d.ReduceOp(c10d.ReduceOp.AVG)
@@ -161,7 +199,8 @@ class Bucket:
         def deliver() -> None:
             buffer.arrived()
             buffer.deliver(step)
+            self._kept.is_spoilt |= not math.isfinite(float(whole.sum()))
 
-        call.run(sizes(whole.dtype, whole.numel()), begin)
+        call.run(f"{sizes(whole.dtype, whole.numel())}, {self._sent_as}", begin)
         call.deliveries.append(deliver)
         call.results = [whole]

@@ -52,8 +52,8 @@ def momentum(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
-def by_hook(compression: str, bucket_mb: float, clears: bool = True) -> str:
-    module = DistributedDataParallel(model(), bucket_cap_mb=bucket_mb)
+def by_hook(compression: str, bucket_mb: float, clears: bool = True, **options: Any) -> str:
+    module = DistributedDataParallel(model(), bucket_cap_mb=bucket_mb, **options)
     module.register_comm_hook(None, comm_hook(compression))
     return train(module, momentum(module), clears)
 
@@ -74,6 +74,49 @@ def message(compression: Any, state: Any = None) -> str:
     return "no error"
 
 
+def two_models() -> str:
+    hook = comm_hook("int8")
+    modules = [DistributedDataParallel(model()) for _ in range(2)]
+    for module in modules:
+        module.register_comm_hook(None, hook)
+    modules[0](torch.arange(8)).sum().backward()
+    try:
+        modules[1](torch.arange(8)).sum().backward()
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def sparse() -> bool:
+    """Sparse gradients are averaged as they are."""
+    module = DistributedDataParallel(nn.Embedding(50, 64, sparse=True))
+    module.register_comm_hook(None, comm_hook("int8"))
+    chosen = torch.tensor([3, 4 + dist.get_rank()])
+    module(chosen).sum().backward()
+    expected = torch.zeros(50, 64)
+    for rank in range(dist.get_world_size()):
+        expected[3] += 1
+        expected[4 + rank] += 1
+    found = module.module.weight.grad.to_dense()  # type: ignore[union-attr, operator]
+    return torch.equal(found, expected / dist.get_world_size())
+
+
+def after_infinity() -> float:
+    """How far the averages are off, after a step with large gradients of which one is infinite."""
+    torch.manual_seed(0)
+    module = DistributedDataParallel(nn.Linear(64, 200, bias=False))
+    module.register_comm_hook(None, comm_hook("int8"))
+    weight = module.module.weight
+    values = torch.randn(200, 64)
+    for scale, last in ((1e6, float("inf")), (1.0, 0.0)):
+        weight.grad = None
+        given = values * scale
+        given[0, 0] += last if dist.get_rank() == 0 else 0.0
+        (module(torch.eye(64)).T * given).sum().backward()
+    assert weight.grad is not None
+    return float((weight.grad - values).abs().max())
+
+
 def main(out: str) -> None:
     leave_cores()
     torch.set_num_threads(1)
@@ -85,11 +128,19 @@ def main(out: str) -> None:
             "hook": by_hook(name, 25),
             "small buckets": by_hook(name, 0.05),
             "gradients that are kept": by_hook(name, 25, clears=False),
+            "views": by_hook(name, 0.05, gradient_as_bucket_view=True),
+            "unused": by_hook(name, 25, find_unused_parameters=True),
+            "static": by_hook(name, 25, static_graph=True),
         }
         for name in ("none", "bf16", "int8", "fp8", "int4")
     }
     results["auto"], results["rules"] = message("auto:int8"), message({"*": "int8"})
     results["state"] = message("int8", "a group")
+    results["two models"] = two_models()
+    results["sparse"] = sparse()
+    results["after infinity"] = after_infinity()
+    # In a new group, whose first operations ranks compare.
+    results["codecs"] = message(["int8", "fp8", "bf16"][dist.get_rank()], dist.new_group())
     Path(out, f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

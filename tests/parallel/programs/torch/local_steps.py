@@ -1,4 +1,4 @@
-"""Usage: mpirun -n N python local_steps.py OUT
+"""Usage: mpirun -n N python local_steps.py OUT FRAGMENTS
 
 Trains by local steps, each rank on another host, and repeats all ranks' training in this process.
 Writes how far they differ.
@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.support.hosts import as_on_hosts, in_rows
 from wfbp.config import read_environment
 from wfbp.torch.local_steps import OUTER
 
-CONFIG = replace(read_environment()[0], probe_budget_s=0.02, timeout_s=60.0)
+CONFIG = replace(read_environment()[0], probe_budget_s=0.02, timeout_s=25.0)
 
 
 def digest(arrays: Iterable[torch.Tensor]) -> str:
@@ -43,6 +44,10 @@ def model() -> nn.Module:
 def loss(made: nn.Module, rank: int, step: int) -> torch.Tensor:
     batch = torch.Generator().manual_seed(1000 * rank + step)
     return made(torch.randn(5, 40, generator=batch)).square().mean()
+
+
+def plain_sgd(rate: float, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=rate)
 
 
 def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -128,34 +133,46 @@ def as_plain(rank: int, size: int) -> float:
 
 
 def ends(rank: int, compression: str) -> dict[str, Any]:
-    """Training that was saved while a fragment was under way, and one that was not; and what ranks
-    have at the end."""
-    digests = []
-    for stops in (False, True):
+    """Training that was saved between two exchanges, training that was not, and training that
+    continues from the state of rank 0, which was saved while a fragment was under way."""
+    found: dict[str, list[str]] = {}
+    for how, first in (("whole", 11), ("resumed", 11), ("from rank 0", 13)):
+        options: Any = {"every": 8, "fragments": 2, "delay": 2, "compression": compression}
         made = model()
         optimizer = adam(made.parameters())
-        how: Any = {"every": 8, "fragments": 2, "delay": 2, "compression": compression}
-        local = hvd.LocalSteps(optimizer, made.named_parameters(), **how)
-        take_steps(made, optimizer, range(13), rank)  # one fragment was sent after step 12
-        if stops:
-            kept = copy.deepcopy([made.state_dict(), optimizer.state_dict(), local.state_dict()])
+        local = hvd.LocalSteps(optimizer, made.named_parameters(), **options)
+        take_steps(made, optimizer, range(first), rank)  # one fragment is sent after step 12
+        kept: Any = None
+        if how == "resumed" or (how == "from rank 0" and rank == 0):
+            kept = copy.deepcopy([made.state_dict(), optimizer.state_dict()])
+            kept.append(local.state_dict())
+        if how == "from rank 0":
+            kept = hvd.broadcast_object(kept, root_rank=0)
+        if how != "whole":
             take_steps(made, optimizer, range(2), rank)  # which are lost
+            local.synchronize()
+        for again in (True, False) if how != "whole" else ():
             made = model()
             optimizer = adam(made.parameters())
-            local = hvd.LocalSteps(optimizer, made.named_parameters(), **how)
+            local = hvd.LocalSteps(optimizer, made.named_parameters(), **options)
             made.load_state_dict(kept[0])
-            optimizer.load_state_dict(kept[1])
+            optimizer.load_state_dict(copy.deepcopy(kept[1]))
             local.load_state_dict(kept[2])
-        take_steps(made, optimizer, range(13, 31), rank)
-        digests.append(digest(made.parameters()))
-        local.synchronize()
-        digests.append(digest(made.parameters()))
+            if again:  # the state is still the same after its first use
+                take_steps(made, optimizer, range(first, first + 9), rank)
+                local.synchronize()
+        take_steps(made, optimizer, range(first, 31), rank)
+        digests = [digest(made.parameters())]
+        for _ in range(2):  # the second time exchanges nothing
+            local.synchronize()
+            digests.append(digest(made.parameters()))
         digests.append(digest([t for f in local._fragments for t in f.common]))
+        found[how] = digests
     return {
-        "resumed equal": digests[:3] == digests[3:],
-        "own": digests[0],
-        "common": digests[1:3],
-        "exchanges": local.num_exchanges,
+        "resumed equal": found["whole"] == found["resumed"],
+        "own": found["whole"][0],
+        "common": found["whole"][1:3],
+        "from rank 0": found["from rank 0"][1:3],
     }
 
 
@@ -174,11 +191,11 @@ def other_values(rank: int) -> str:
     return message(lambda: hvd.LocalSteps(adam(made.parameters()), made.named_parameters()))
 
 
-def fewer_steps(rank: int) -> str:
+def fewer_steps(rank: int, fragments: int) -> str:
     """A rank that has skipped a step ends, while others are in the middle of training."""
     made = model()
     optimizer = adam(made.parameters())
-    local = hvd.LocalSteps(optimizer, every=4, fragments=1, delay=0)
+    local = hvd.LocalSteps(optimizer, every=4, fragments=fragments, delay=0)
 
     def act() -> None:
         take_steps(made, optimizer, range(7 if rank == 1 else 8), rank)
@@ -187,7 +204,30 @@ def fewer_steps(rank: int) -> str:
     return message(act)
 
 
-def main(out: str) -> None:
+def misused(rank: int) -> list[str]:
+    """What is said of calls in the wrong place, on every rank alike."""
+    made = model()
+    optimizer = adam(made.parameters())
+    local = hvd.LocalSteps(optimizer, made.named_parameters(), every=4, fragments=2)
+    told = []
+    with local.averaged():
+        told.append(message(local.synchronize))
+        told.append(message(lambda: local.load_state_dict(local.state_dict())))
+        told.append(message(lambda: local.averaged().__enter__()))
+    told.append(message(lambda: hvd.DistributedOptimizer(optimizer)))
+    state = local.state_dict()
+    state["settings"]["delay"] = 0
+    told.append(message(lambda: local.load_state_dict(state)))
+    told.append(message(lambda: local.load_state_dict({})))
+    with torch.no_grad():
+        made[0].weight += 1.0
+    told.append(message(lambda: take_steps(made, optimizer, [0], rank)))
+    local.close()
+    told.append(message(lambda: hvd.DistributedOptimizer(optimizer)))
+    return told
+
+
+def main(out: str, fragments: int) -> None:
     leave_cores()
     torch.set_num_threads(1)
     with as_on_hosts(lambda size: in_rows([1] * size)):
@@ -204,9 +244,13 @@ def main(out: str) -> None:
     }
     if size > 1:
         results["other values"] = other_values(rank)
-        results["fewer steps"] = fewer_steps(rank)
+        results["other outer"] = message(
+            lambda: hvd.LocalSteps(adam(model().parameters()), outer=partial(plain_sgd, 1.0 + rank))
+        )
+        results["misused"] = misused(rank)
+        results["fewer steps"] = fewer_steps(rank, fragments)
     Path(out, f"rank{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
