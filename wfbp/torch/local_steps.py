@@ -126,27 +126,31 @@ class LocalSteps:
         self._sends_at = [every * (number + 1) // fragments for number in range(fragments)]
         stepping_locally.add(optimizer)
         self._optimizer = weakref.ref(optimizer)
-        self._first = optimizer.register_step_pre_hook(lambda *_: self._before_first_step())
-        self._hook = optimizer.register_step_post_hook(lambda opt, *_: self._after_step(opt))
+        self._has_begun = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_post_hook(lambda opt, *_: self._after_step(opt)),
+        ]
 
     def close(self) -> None:
         """Let the optimizer step alone again. Every rank must call it, after the same step."""
-        self._first.remove()
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         optimizer = self._optimizer()
         if optimizer is not None:
             stepping_locally.discard(optimizer)
 
     @uncompiled
-    def _before_first_step(self) -> None:
+    def _before_step(self) -> None:
         """Raise if parameters were loaded later, which would count as progress of this rank."""
-        self._first.remove()
+        self._check_own("step()")
         for fragment in self._fragments:
-            if not fragment.shows_common():
+            if not (self._has_begun or fragment.shows_common()):
                 raise RuntimeError(
                     "parameters have changed since LocalSteps was made: load and broadcast them "
                     "before it is made"
                 )
+        self._has_begun = True
 
     def _check_own(self, what: str) -> None:
         if self._shows_common:
@@ -156,7 +160,6 @@ class LocalSteps:
     @signals.deferred
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin and end the exchanges that are due."""
-        self._check_own("step()")
         for param in (p for group in optimizer.param_groups for p in group["params"]):
             if id(param) not in self._ids and (param.is_floating_point() or param.is_complex()):
                 raise RuntimeError(
@@ -253,7 +256,7 @@ class LocalSteps:
                 f"the state to load differs in {', '.join(what)}: found "
                 f"{[found.get(name) for name in what]}, expected {[mine[name] for name in what]}"
             )
-        self._first.remove()
+        self._has_begun = True
         self._num_steps, self.num_exchanges = state_dict["steps"], state_dict["exchanges"]
         for fragment, each in zip(self._fragments, state_dict["fragments"], strict=True):
             fragment.load(each)

@@ -62,6 +62,7 @@ def test_optimizers_that_cannot_have_it(adam: Any, alone: None) -> None:
 
 def test_what_may_not_happen_later(adam: Any, alone: None) -> None:
     local = hvd.LocalSteps(adam, fragments=1)
+    adam.register_step_pre_hook(lambda *_: None)
     adam.step()
     with local.averaged(), pytest.raises(RuntimeError, match=r"within LocalSteps\.averaged"):
         adam.step()
