@@ -66,7 +66,7 @@ nitpick_ignore_regex = [
     # In signatures: type variables and aliases, and classes that no program names.
     (
         "py:(class|obj)",
-        r"(wfbp\..*\.)?(F|T|Tree|Choice|HostBackend|Collectives|HasStats|Numbers|_Work"
+        r"(wfbp\..*\.)?(F|T|Tree|Choice|Outer|Hook|HostBackend|Collectives|HasStats|Numbers|_Work"
         r"|npt\.NDArray|HorovodOp|[A-Za-z0-9]+Compressor)",
     ),
 ]

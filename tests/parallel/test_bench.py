@@ -160,7 +160,7 @@ def test_one_rank_is_refused(mpirun: Mpirun) -> None:
         (("--model", "vgg"), "expected mlp, transformer or MODULE:FUNCTION"),
         (
             ("--contestants", "gloo"),
-            "ddp-best, horovod, wfbp-auto, wfbp-SCHEDULE or ddp-MIB",
+            "ddp-best, horovod, wfbp-auto, wfbp-SCHEDULE, wfbp-SCHEDULE/COMPRESSION or ddp-MIB",
         ),
     ],
 )

@@ -84,7 +84,7 @@ class LocalSteps:
         ...     optimizer.step()
         >>> local.synchronize()
         >>> local.num_exchanges
-        3
+        2
     """
 
     def __init__(

@@ -33,7 +33,9 @@ def torch_names(source: str) -> dict[str, Any]:
 
     import wfbp.torch as hvd
 
-    model = torch.nn.Linear(4, 2)
+    model: torch.nn.Module = torch.nn.Linear(4, 2)
+    if "LocalSteps(" in source:
+        model = torch.nn.Sequential(model, torch.nn.Linear(2, 2))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if "DistributedOptimizer(" not in source:
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
@@ -43,6 +45,7 @@ def torch_names(source: str) -> dict[str, Any]:
         loss.backward()
     data = torch.utils.data.TensorDataset(torch.ones(100, 4))
     names = {"model": model, "optimizer": optimizer, "loss": loss, "data": data}
+    names |= {"loader": [torch.ones(3, 4)], "evaluate": lambda model: model(torch.ones(3, 4))}
     return {"torch": torch, "wfbp": hvd, "batches": range(3), **names}
 
 

@@ -38,6 +38,7 @@ from wfbp.runtime.timeline_files import TraceWriter
 from wfbp.torch import (  # noqa: F401 - in __all__
     Average,
     DistributedOptimizerBase,
+    LocalSteps,
     Max,
     Min,
     Product,

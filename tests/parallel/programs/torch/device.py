@@ -106,7 +106,7 @@ def records_of(library: str, schedules: list[str]) -> dict[str, Any]:
     records = {f"{library}/{name}": equality.train(name, "adamw") for name in schedules}
     wfbp.shutdown()
     device.drain()
-    assert device.calls["pack"] > 100
+    assert device.calls["pack"] > 10 * len(schedules)  # a plan may have one message
     return records
 
 

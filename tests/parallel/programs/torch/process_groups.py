@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import wfbp.torch
 import wfbp.torch.distributed
 from tests.parallel.programs.harness import Check, Checks, raises
-from wfbp.comm.mpi import exchange
+from wfbp.comm.mpi import group_exchange
 from wfbp.errors import DisagreementError, StallError, WfbpError
 from wfbp.runtime import process
 from wfbp.torch.distributed import groups
@@ -796,7 +796,7 @@ def groups_of_the_same_ranks_are_independent(rank: int, size: int) -> None:
 @check
 def messages_in_pieces() -> None:
     """Longer ones than the MPI library can count, by a lower limit."""
-    whole, exchange.PIECE_BYTES = exchange.PIECE_BYTES, 3
+    whole, group_exchange.PIECE_BYTES = group_exchange.PIECE_BYTES, 3
     sent: list[int] = []
     isend = exchange.split_message
 
@@ -824,7 +824,7 @@ def messages_in_pieces() -> None:
         assert 0 < max(sent) <= 3, sent
     finally:
         exchange.split_message = isend
-        exchange.PIECE_BYTES = whole
+        group_exchange.PIECE_BYTES = whole
 
 
 @grouped
