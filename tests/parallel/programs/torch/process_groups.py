@@ -798,14 +798,14 @@ def messages_in_pieces() -> None:
     """Longer ones than the MPI library can count, by a lower limit."""
     whole, group_exchange.PIECE_BYTES = group_exchange.PIECE_BYTES, 3
     sent: list[int] = []
-    isend = exchange.split_message
+    isend = group_exchange.split_message
 
     def noting(data: Any) -> list[Any]:
         pieces = isend(data)
         sent.extend(piece.nbytes for piece in pieces)
         return pieces
 
-    exchange.split_message = noting
+    group_exchange.split_message = noting
     try:
         with group() as (rank, size):
             rows = [rank + r for r in range(size)]
@@ -823,7 +823,7 @@ def messages_in_pieces() -> None:
             assert found.tolist() == [10 * r + 2 * rank + k for r in range(size) for k in (0, 1)]
         assert 0 < max(sent) <= 3, sent
     finally:
-        exchange.split_message = isend
+        group_exchange.split_message = isend
         group_exchange.PIECE_BYTES = whole
 
 
