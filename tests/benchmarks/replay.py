@@ -178,7 +178,7 @@ def _iterate(engine: Reducer, trace: Trace, tensors: Sequence[Buffer]) -> float:
     for index, tensor in enumerate(trace.tensors):
         if engine.decoupled:
             begin_s = time.perf_counter()
-            engine.await_tensor(index)
+            engine.gathers.await_tensor(index)
             now_s = time.perf_counter()
             if now_s - begin_s > WAITED_S:
                 due_s = max(due_s, now_s)
@@ -190,9 +190,9 @@ def _iterate(engine: Reducer, trace: Trace, tensors: Sequence[Buffer]) -> float:
         engine.mark_ready(index, tensors[index].ctypes.data, tensors[index])
     engine.synchronize(whole=False)
     if engine.decoupled:
-        engine.gather([t.ctypes.data for t in tensors], tensors)
+        engine.gathers.send([t.ctypes.data for t in tensors], tensors)
         if engine.profiling:
-            engine.flush()
+            engine.gathers.flush()
     return time.perf_counter() - start_s
 
 

@@ -113,15 +113,15 @@ CORE = [
 
 RUNTIME = [
     Mutation(
-        "runtime/reducer.py",
+        "runtime/gathers.py",
         "while self._num_arrived <= min(group, ",
         "while self._num_arrived < min(group, ",
         unit("runtime/test_reducer"),
     ),
     Mutation(
-        "runtime/reducer.py",
-        "        self.flush()\n        self.clock.waits, self.clock.gathers = [], []",
-        "        self.clock.waits, self.clock.gathers = [], []",
+        "runtime/gathers.py",
+        "        self.flush()\n        self._clock.waits, self._clock.gathers = [], []",
+        "        self._clock.waits, self._clock.gathers = [], []",
         unit("runtime/test_reducer"),
     ),
     Mutation(

@@ -148,7 +148,7 @@ class DeviceTrainer:
         engine = self.engine
         for index, slot in enumerate(slots):
             start, stop = shard_range(engine.specs[index], self.rank, self.size)
-            if not engine.decouples_tensor(index):
+            if index not in engine.gathers:
                 start, stop = 0, self.specs[index].nbytes
             if slot is None:
                 continue
@@ -160,18 +160,18 @@ class DeviceTrainer:
 
             self.device.update(self.main, self.params[index][start:stop], subtract)
         with self.device.on(self.main):
-            engine.gather([address(p) for p in self.params], self.params)
+            engine.gathers.send([address(p) for p in self.params], self.params)
 
     def read(self, index: int, want: float, where: str) -> None:
         """A parameter, as forward reads it."""
         with self.device.on(self.main):
-            self.engine.await_tensor(index)
+            self.engine.gathers.await_tensor(index)
         self.note(self.params[index], want, f"{where}, parameter {index}", index)
 
     def finish(self) -> None:
         """Wait for the device, and compare."""
         with self.device.on(self.main):
-            self.engine.flush()
+            self.engine.gathers.flush()
         self.device.drain()
         for where, seen, want in self.told:
             assert (np.abs(seen - want) <= 1e-6 * max(1.0, abs(want or 0.0))).all(), (

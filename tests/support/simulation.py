@@ -80,7 +80,7 @@ class _Worker:
             self._run(tensors[k].backward_s)
             self._exists_s[k] = self._now_s
             missing[self._group_of[k]] -= 1
-            while sequencer.num_ready < sequencer.num_early and not missing[sequencer.num_ready]:
+            while sequencer.num_ready < self._plan.num_early and not missing[sequencer.num_ready]:
                 sequencer.ready(sequencer.num_ready)
         sequencer.close()
         self._closed_s = self._now_s

@@ -167,7 +167,6 @@ RUNTIME = (
     "heap",
     "step",
     "measuring",
-    "compression_guard",
     "arguments",
     "tuning",
     "timeline_files",
@@ -182,6 +181,8 @@ RUNTIME = (
     "process",
     "collectives",
     "recorder",
+    "compression_guard",
+    "gathers",
     "reducer",
     "api",
 )

@@ -108,6 +108,12 @@ class Plan:
         """The number of groups of backward; those of forward follow them."""
         return sum(group.phase is Phase.BACKWARD for group in self.groups)
 
+    @cached_property
+    def num_early(self) -> int:
+        """The number of groups that may be sent before backward has ended. The last one of backward
+        carries the step's flags."""
+        return self.num_backward - 1 if self.overlap else 0
+
     def dtype(self, group: int) -> str:
         """Element type of a group's messages."""
         return self.tensors[self.groups[group].tensors[0]].real_dtype

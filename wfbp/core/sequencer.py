@@ -22,8 +22,7 @@ class Sequencer:
         self._window = window  # 2 keep a link busy until the end of the first is noticed
         self._num_backward = plan.num_backward
         self._num_gathers = len(plan.groups) - plan.num_backward
-        self.num_early = plan.num_backward - 1 if plan.overlap else 0
-        """Groups of backward that may be sent before the step is closed."""
+        self._num_early = plan.num_early
         self._gathers_ready = self._gathers_started = self._gathers_completed = self._num_gathers
         self.reduced = True
         """Whether a closed step's groups of backward, and earlier all-gathers, have completed."""
@@ -39,7 +38,7 @@ class Sequencer:
     def ready(self, group: int) -> None:
         """All gradients exist of a group of backward and of the groups before it."""
         if not self._closed:
-            self.num_ready = min(group + 1, self.num_early)
+            self.num_ready = min(group + 1, self._num_early)
 
     def close(self) -> None:
         """No more gradients in this step: missing ones count as ready."""

@@ -20,8 +20,8 @@ from wfbp.core.types import (
     may_encode,
     wire_type,
 )
-from wfbp.runtime.compression_guard import GUARDS
 
+GUARDS = ("warn", "fallback", "off")
 WIRES = (*WIRE_DTYPES, *CODECS, *AUTO_WIRES)
 
 FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
@@ -35,7 +35,7 @@ class ReducerOptions:
     threshold_bytes: int  # for the ``threshold`` planner, and for others' first plan
     op: Op = Op.AVERAGE
     passes: int = 1  # backward passes per step; a tensor is ready after so many gradients
-    decouples: bool = False  # whether each rank may update its shards, and ``Reducer.gather`` them
+    decouples: bool = False  # whether each rank may update its shards, and ``Gathers`` sends them
     name: str = "optimizer"  # for messages
     wire: str = ""  # of WIRES, how gradients are sent; empty for their own type
     wires: tuple[tuple[str, str], ...] = ()  # exceptions: a tensor's name, and how it is sent

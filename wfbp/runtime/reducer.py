@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -11,33 +10,28 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import numpy as np
-
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.locations import Location, in_host_memory
 from wfbp.comm.memory import Dependencies, Stamp
 from wfbp.core.cost import Costs
-from wfbp.core.types import CODECS, Op, TensorSpec
+from wfbp.core.types import CODECS, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.runtime import compression_guard
 from wfbp.runtime.arguments import ReducerOptions
-from wfbp.runtime.buffers import shard_range
-from wfbp.runtime.compression_guard import CompressionGuard, sums_of
+from wfbp.runtime.compression_guard import CompressionGuard
 from wfbp.runtime.consistency import SAME_TENSORS, describe_specs
+from wfbp.runtime.gathers import Gathers, group_of_each
 from wfbp.runtime.heap import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.lane import Lane
 from wfbp.runtime.measuring import StepClock
 from wfbp.runtime.progress.channel import ControlChannel
-from wfbp.runtime.progress.thread import TakenError
 from wfbp.runtime.recorder import Recorder, log_summary, make_report
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import (
     BufferView,
     Close,
-    Gather,
     GradientRef,
     GroupReady,
-    GroupStamps,
     Outcome,
     Step,
     StepResult,
@@ -57,14 +51,13 @@ _PATIENCE_STEPS = 8
 class Reducer:
     """Averages the gradients of a fixed list of tensors, step after step.
 
-    A rank updates its shards of decoupled tensors, then :meth:`gather` brings the others' during
+    A rank updates its shards of decoupled tensors, then :attr:`gathers` brings the others' during
     the next forward. A round at the end of a step, on request of any rank, reduces gradients
     outside the plan and lets the tuner choose plans. Tensors are known by their index into
     ``specs``.
 
     Threads: any thread may call :meth:`mark_ready`, one at a time: autograd's of a GPU, or XLA's
-    under the lock of JAX's exchanges. Several at once may call :meth:`await_tensor` and
-    :meth:`flush`. All other methods are for the training thread.
+    under the lock of JAX's exchanges. All other methods are for the training thread.
     """
 
     def __init__(
@@ -135,6 +128,7 @@ class Reducer:
         self.channel = runtime.channel_on(control_backend, name)
         self._lane = lane = Lane(backend, memory, options, specs)
         self._events, self._thread = lane.events, runtime.thread
+        self._guard = CompressionGuard(lane, self.channel, options, self.specs, is_logger)
         self._closed = False
 
         # Steps: their numbers, and the gradients that each tensor gets.
@@ -147,20 +141,11 @@ class Reducer:
         """The factor that the program has applied to the last averages before it used them; 0 if it
         has not used them. Errors of encoding shrink alike."""
         self.fell_back = False
-        self._guard = CompressionGuard(self.who, options.guard == "fallback", is_logger)
-
-        # All-gathers: this rank's shards, and the groups that have arrived.
-        ranges = [shard_range(spec, runtime.rank, runtime.size) for spec in specs]
-        self._shards = [slice(start, stop) for start, stop in ranges]
-        self._gathered: list[BufferView | None] = [None] * len(specs)
-        self._arrival_lock = threading.RLock()  # a signal handler may wait within a wait
-        self._num_arrived = 0
-        self._gather: Gather | None = None
-        self.gather_groups: Sequence[Sequence[int]] = ()  # tensors, in the order of sending
 
         # Times of steps, and who wants them.
         self.num_steps = 0
         self.clock = StepClock(memory, len(specs))
+        self.gathers = Gathers(lane, memory, self._thread, self.clock, self.specs, name)
         self._detailed = True  # whether all moments of a step are used, and not only its length
         self._record_name = runtime.distinct_name(name)
         recorded = bool(runtime.config.record)
@@ -294,7 +279,7 @@ class Reducer:
             self._newly_installed = False
             give_back_freed_memory()
         if self.decoupled:
-            self.flush()
+            self.gathers.flush()
         done = self.memory.join()
         reduced = self._views_of(result)
         if not all_ready or min(self._due) < 0:
@@ -313,8 +298,8 @@ class Reducer:
         whole |= bool(self.outcome.joined)  # these ranks use no shards
         whole |= tuner.plan.decoupled != plan.decoupled
         if self.decoupled and whole:
-            reduced = self.gather_gradients(reduced)
-            self.flush()
+            reduced = self.gathers.gather_gradients(reduced)
+            self.gathers.flush()
         if tuner.plan is not plan:
             self._install()
         step.owners = []  # gradients that were sent are no longer needed
@@ -464,38 +449,16 @@ class Reducer:
 
     def _guard_compression(self, result: StepResult, reduced: Sequence[BufferView | None]) -> None:
         """Now and then compare an encoded average with an exact one; a collective."""
-        options, size, wire = self._options, self._runtime.size, self.tuner.plan.wire
+        options, step, size = self._options, self._step, self._runtime.size
         if options.guard == "off" or self.num_steps % compression_guard.EVERY_STEPS:
             return
+        plan = self.tuner.plan
         codecs = {
             index: codec
             for index, here in zip(self._planned, result.present, strict=True)
-            if here and (codec := options.wire_of(self.specs[index], size, wire)) in CODECS
+            if here and (codec := options.wire_of(self.specs[index], size, plan.wire)) in CODECS
         }
-        if not codecs:
-            return
-        index, owner = self._guard.choose(list(codecs), size)
-        spec, view = self.specs[index], reduced[index]
-        first, last = (at // spec.item_bytes for at in shard_range(spec, owner, size))
-        if first == last:  # a small tensor has fewer shards than ranks
-            owner, (first, last) = 0, (at // spec.item_bytes for at in shard_range(spec, 0, size))
-        last = min(last, first + compression_guard.MOST_ELEMENTS)
-        part = TensorSpec(spec.name, (last - first,), spec.dtype)
-        address = self._sources[index] and self._sources[index] + first * spec.item_bytes
-        (exact,) = self._lane.reduce_now(self.channel, [part], [(address, self._owners[index])])
-        assert exact is not None
-        assert view is not None
-        error, sum_error = self._lane.errors.of(index)
-        sent = None
-        if owner == self._runtime.rank:
-            shard = view.data[self._shards[index]] if view.whole else view.data
-            sent, error = shard.view(np.float32)[: last - first], sum_error[: last - first]
-            weight = 1.0
-        else:
-            error, weight = error[first:last], 1.0 / size if options.op is Op.AVERAGE else 1.0
-        mine = sums_of(sent, exact.data.view(np.float32), error, weight)
-        ranks = self.channel.exchange_values(mine, "comparing compressed gradients")
-        if self._guard.add(spec.name, codecs[index], self.num_steps, ranks):
+        if codecs and self._guard.compare(self.num_steps, codecs, step, reduced):
             self._options = self._lane.options = options.in_16_bits()
             self._lane.errors.forget()
             self.encoded, self.fell_back = [], True
@@ -504,7 +467,7 @@ class Reducer:
     def _install(self) -> None:
         """Use the tuner's plan from now on; no step is under way."""
         plan = self.tuner.plan
-        self.flush()
+        self.gathers.flush()
         number_of, count = self._number_of, len(self.specs)
 
         # Its groups: tensors of each, and the group of each tensor, or -1.
@@ -512,17 +475,13 @@ class Reducer:
         members = [[self._planned[k] for k in group.tensors] for group in plan.groups]
         num_backward = plan.num_backward
         self._members = members[:num_backward]
-        self._num_early = num_backward - 1 if plan.overlap else 0
-        self._group_of = _group_of_each(self._members, count)
+        self._num_early = plan.num_early
+        self._group_of = group_of_each(self._members, count)
         self._dormant = [k for k, group in enumerate(self._group_of) if group < 0]
         # The last entry is for dormant tensors, of group -1, and never reaches 0.
         self._sizes = [*map(len, self._members), sys.maxsize]
-        with self._arrival_lock:  # another thread may ask meanwhile
-            self.gather_groups = members[num_backward:]
-            self._gather_of = _group_of_each(self.gather_groups, count)
-            self._num_arrived = len(self.gather_groups)
-        self.decoupled = bool(self.gather_groups)  # whether it decouples any tensor
-        self._gather = None
+        self.decoupled = len(members) > num_backward  # whether it decouples any tensor
+        self.gathers.install(members[num_backward:], self.tuner.installed)
 
         # Its results: views of reduced tensors, and the tensor at each address.
         costs = self.tuner.message_costs
@@ -537,9 +496,6 @@ class Reducer:
         self.clock.forget()
         if self.tuner.installed:
             self._newly_installed = True
-            for index, group in enumerate(self._gather_of):
-                if group < 0:
-                    self._gathered[index] = None
         self.memory.trim()
         self.profiling: bool = self.tuner.profiling  # whether times of steps will be used to plan
 
@@ -600,86 +556,6 @@ class Reducer:
         result: T = self.channel.exchange_values(value, "planning")[0]
         return result
 
-    # After a step: all-gathers.
-
-    def gather(
-        self,
-        addresses: Sequence[int],
-        owners: object,
-        count: int | None = None,
-    ) -> None:
-        """All-gather updated tensors as :class:`Gather` says; ``count`` holds groups back."""
-        if not self.decoupled:
-            return
-        self.flush()
-        self.clock.waits, self.clock.gathers = [], []
-        self._num_arrived = 0
-        kept = [owners] * len(self.specs)
-        self._gather = Gather(addresses, kept, count, self.memory.update_dependencies())
-        self._post_gather(self._gather)
-
-    def gather_rest(self) -> None:
-        """Send the groups that :meth:`gather` held back."""
-        if self._gather is not None:
-            rest = replace(self._gather, count=None, dependencies=self.memory.update_dependencies())
-            self._post_gather(rest)
-
-    def _post_gather(self, event: Gather) -> None:
-        self._events.append(event)
-        # This thread sends it, because the communication thread would first have to wait for the
-        # interpreter. The communication thread then continues it.
-        self._thread.progress()
-        self._thread.loop.wakeup.set()
-
-    def gather_gradients(self, reduced: Sequence[BufferView | None]) -> list[BufferView | None]:
-        """Gather gradients; the views are whole once all have arrived, and not in memory that the
-        program uses."""
-        memory = self.memory
-        whole = list(reduced)
-        addresses = [0] * len(whole)
-        for index, view in enumerate(reduced):
-            if not self.decouples_tensor(index):
-                continue
-            spec, shard = self.specs[index], self._shards[index]
-            storage = self._gathered[index]
-            if storage is None or _is_used(storage):
-                data = memory.empty(spec.nbytes)
-                storage = BufferView(data, memory.address(data), True, [])
-                self._gathered[index] = storage
-            addresses[index] = storage.address
-            if view is None:
-                continue
-            whole[index] = storage
-            memory.copy(storage.data[shard], view.data[shard] if view.whole else view.data)
-        self.gather(addresses, (list(self._gathered), reduced))
-        return whole
-
-    def decouples_tensor(self, index: int) -> bool:
-        return self._gather_of[index] >= 0
-
-    def await_tensor(self, index: int) -> None:
-        """Wait until a gathered tensor is whole; ``WfbpError`` if ranks failed or are late."""
-        self.flush(self._gather_of[index])
-
-    def flush(self, group: int = sys.maxsize) -> None:
-        """Wait until the gathers up to this one, or all, have arrived."""
-        while self._num_arrived <= min(group, len(self.gather_groups) - 1):
-            # One arrival at a time: a thread that waits for an early group waits for no later one.
-            with self._arrival_lock:
-                # Another thread may have waited meanwhile, and then the plan may have changed.
-                if self._num_arrived > min(group, len(self.gather_groups) - 1):
-                    return
-                start = self.memory.now()
-                label = f"{self._name}: all-gather"
-                try:
-                    arrival: GroupStamps = self._thread.await_reply(self._lane.arrivals, label)
-                except TakenError:
-                    continue
-                self.memory.await_arrival(arrival.end)
-                self.clock.gathers.append(arrival)
-                self.clock.waits.append((start, self.memory.now()))
-                self._num_arrived += 1
-
     # The whole run.
 
     @property
@@ -699,7 +575,9 @@ class Reducer:
 
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; see :func:`make_report`."""
-        return make_report(self.tuner, self.num_steps) | {"compression_sample": self._guard.sample}
+        return make_report(self.tuner, self.num_steps) | {
+            "compression_sample": self._guard.samples.latest
+        }
 
     def close(self) -> None:
         """Stop serving this reducer; collective only in that every rank stops using it."""
@@ -715,17 +593,4 @@ class Reducer:
         self._lane.buffers.clear()
         self._buffers = []
         self._views = [None] * len(self.specs)
-        self._gathered = [None] * len(self.specs)
-
-
-def _is_used(view: BufferView) -> bool:
-    return any(lent.is_used() for lent in view.lent or ())
-
-
-def _group_of_each(groups: Sequence[Sequence[int]], count: int) -> list[int]:
-    """By tensor, the group that it is in; -1 for none."""
-    group_of = [-1] * count
-    for group, members in enumerate(groups):
-        for index in members:
-            group_of[index] = group
-    return group_of
+        self.gathers.release()

@@ -588,8 +588,8 @@ class OptimizerSync:
             self.check_no_new_gradients()
             # A rank in step() would gather parameters.
             self.reducer.channel.exchange(b"", "synchronize() after clip_grad_norm_()")
-            whole = self.reducer.gather_gradients(self.held)
-            self.reducer.flush()
+            whole = self.reducer.gathers.gather_gradients(self.held)
+            self.reducer.gathers.flush()
             self._take(whole)
             self.held = None
         return any(slot is not None for slot in whole) or bool(self.reducer.outcome.sparse)

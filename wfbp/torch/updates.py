@@ -66,7 +66,7 @@ class Update:
         """Attributes and groups of the optimizer in this step."""
         self._early: tuple[set[int], int] = set(), 0
         self._name = name
-        self.pending = PendingParameters(params, reducer.await_tensor, name)
+        self.pending = PendingParameters(params, reducer.gathers.await_tensor, name)
 
     def replicate(self) -> None:
         """Before the first update: every rank updates whole parameters, because ranks differ."""
@@ -75,7 +75,7 @@ class Update:
     def flush(self) -> None:
         """Wait until every parameter is up to date, and all that was gathered has arrived."""
         self.pending.wait_all()
-        self._reducer.flush()
+        self._reducer.gathers.flush()
 
     def apply(self, reduced: Reduced | None) -> Any:
         """Step, and begin all-gathers; ``reduced`` is None if every ``p.grad`` is whole."""
@@ -204,16 +204,16 @@ class Update:
             )
             if early:
                 self._run({k: targets.pop(k) for k in early if k in targets})
-            reducer.gather(addresses, params, count)
+            reducer.gathers.send(addresses, params, count)
             gathers = True
             result = self._run(targets)
         finally:
             # Even if the optimizer raised: every rank must see what it did to its shards.
             if gathers:
-                reducer.gather_rest()
+                reducer.gathers.send_rest()
             else:
-                reducer.gather(addresses, params)
-            self.pending.begin(indices, reducer.gather_groups, addresses)
+                reducer.gathers.send(addresses, params)
+            self.pending.begin(indices, reducer.gathers.groups, addresses)
             for shard in sharding.shards.values():
                 shard.grad = None
             sharding.publish()
@@ -236,9 +236,9 @@ class Update:
         self._installed = reducer.num_installed
         # Empty parameters are stepped on every rank, because optimizers have state for them, too.
         some = [k for k, p in enumerate(self._params) if p.numel()]
-        sharding.follow([k for k in some if reducer.decouples_tensor(k)])
+        sharding.follow([k for k in some if k in reducer.gathers])
         # Forward's first parameters are updated first: their all-gathers hide the other updates.
-        groups = reducer.gather_groups
+        groups = reducer.gathers.groups
         sizes = [sum(self._params[k].nbytes for k in group) for group in groups]
         count = 0
         while sum(sizes[:count]) * _EARLY < sum(sizes) and count < len(sizes) - 1:

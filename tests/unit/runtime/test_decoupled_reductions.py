@@ -45,22 +45,22 @@ class Updater(Trainer):
         engine = self.engine
         for index, slot in enumerate(engine.synchronize(whole)):
             start, stop = shard_range(engine.specs[index], self.rank, self.size)
-            if not engine.decouples_tensor(index):
+            if index not in engine.gathers:
                 start, stop = 0, self.specs[index].nbytes
             if slot is None:
                 continue
             values = slot.data.view(np.float64)
             part = self.params[index][start // 8 : stop // 8]
             part -= values[start // 8 : stop // 8] if slot.whole else values
-        engine.gather([address(p) for p in self.params], self.params)
+        engine.gathers.send([address(p) for p in self.params], self.params)
 
     def read(self, index: int, wanted: float, where: str) -> None:
         """A parameter, as forward reads it."""
-        self.engine.await_tensor(index)
+        self.engine.gathers.await_tensor(index)
         assert self.params[index] == pytest.approx(wanted, **self.close), where
 
     def finish(self) -> None:
-        self.engine.flush()
+        self.engine.gathers.flush()
 
 
 @settings(max_examples=15)
@@ -99,7 +99,7 @@ def test_what_is_gathered_at_the_end_arrives() -> None:
         if runtime.rank == 0:
             return []
         runtime.shutdown()
-        updater.engine.flush()
+        updater.engine.gathers.flush()
         return [float(v) for p in updater.params for v in p]
 
     assert all_well(run_ranks(3, body)) == [[], [-8.0] * 45, [-8.0] * 45]
@@ -149,12 +149,12 @@ def test_gradients_forgotten_behind_a_gather_tell_nothing_of_it(
                 if forgotten:
                     engine.discard()
             engine.synchronize(whole=False)
-            engine.gather([address(array) for array in arrays], arrays)
+            engine.gathers.send([address(array) for array in arrays], arrays)
             if engine.profiling:
-                engine.flush()
+                engine.gathers.flush()
             phases.append(engine.report()["phase"])
         assert len(engine.tuner.plan.tensors) == len(specs)
-        engine.flush()
+        engine.gathers.flush()
     finally:
         runtime.shutdown()
     assert phases == ["profile"] * 3 + ["installed"] * 5
@@ -181,7 +181,7 @@ def test_what_plans_leave_behind_is_given_back_once_the_last_is_in_use(
             for k in (2, 1, 0):
                 updater.accumulate(k, 1.0)
             updater.step()
-        updater.engine.flush()
+        updater.engine.gathers.flush()
         assert "trial" in phases
         return phases
 
@@ -217,10 +217,10 @@ def test_a_trial_leaves_no_memory_of_gradients_that_its_winner_does_not_gather(
             reduced = engine.synchronize(whole=False)
             if not engine.decoupled:
                 continue
-            for slot in engine.gather_gradients(reduced):
+            for slot in engine.gathers.gather_gradients(reduced):
                 assert slot is not None
                 storages[slot.address] = weakref.ref(slot.data)
-            engine.flush()
+            engine.gathers.flush()
             del reduced, slot
         assert "trial" in phases
         assert engine.tuner.plan.schedule == winner

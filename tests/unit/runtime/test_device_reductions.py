@@ -230,7 +230,7 @@ def test_what_another_stream_updates_is_found_by_the_one_of_the_step() -> None:
         trainer.update(trainer.synchronize([1.0], "a step", whole=False))
         reader, data = device.new_stream(), trainer.params[0]
         with device.on(reader):
-            trainer.engine.await_tensor(0)
+            trainer.engine.gathers.await_tensor(0)
             device.enqueue(reader, lambda: time.sleep(5e-3))
             device.write(reader, [data], lambda: data.view(np.float64).fill(7.0))
             trainer.engine.memory.publish()

@@ -88,20 +88,20 @@ def test_groups_that_may_leave_early() -> None:
 def test_who_comes_after_another_thread_and_a_change_of_plans_waits_for_nothing() -> None:
     reducer = make_reducer(GATHERED)
     reducer._runtime.thread.await_reply.side_effect = AssertionError("nothing is under way")
-    reducer.gather([0] * 3, None)
+    reducer.gathers.send([0] * 3, None)
     failed: list[BaseException] = []
 
     def wait() -> None:
         try:
-            reducer.await_tensor(1)
+            reducer.gathers.await_tensor(1)
         except BaseException as error:
             failed.append(error)
 
     late = threading.Thread(target=wait, daemon=True)
-    with reducer._arrival_lock:  # as another thread that waits
+    with reducer.gathers._lock:  # as another thread that waits
         late.start()
         time.sleep(0.1)
-        reducer.gather_groups, reducer._num_arrived = [], 0
+        reducer.gathers.groups, reducer.gathers._num_arrived = [], 0
     late.join(60.0)
     assert not late.is_alive()
     assert not failed
@@ -112,7 +112,9 @@ def test_whole_gradients_may_change_while_they_are_gathered() -> None:
     reducer = make_reducer(GATHERED)
     start, stop = shard_range(SPECS[0], 1, 2)
     gradient = np.full(SPECS[0].nbytes, 7, np.uint8)
-    view = reducer.gather_gradients([BufferView(gradient, gradient.ctypes.data), None, None])[0]
+    view = reducer.gathers.gather_gradients(
+        [BufferView(gradient, gradient.ctypes.data), None, None]
+    )[0]
     gradient[:] = 0
     (request,) = reducer._events
     assert request.sources[0] == view.address
@@ -123,8 +125,8 @@ def test_what_a_step_gathers_arrives_before_the_next_gathers() -> None:
     """Its addresses are those of the same parameters."""
     reducer = make_reducer(GATHERED)
     await_reply = reducer._runtime.thread.await_reply
-    reducer.gather([0] * 3, None)
+    reducer.gathers.send([0] * 3, None)
     await_reply.assert_not_called()
-    reducer.gather([0] * 3, None)
+    reducer.gathers.send([0] * 3, None)
     assert await_reply.call_count == 2
     assert len(reducer._events) == 2
