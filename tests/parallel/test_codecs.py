@@ -37,6 +37,7 @@ def check(ranks: int, hosts: tuple[int, ...] = (), mpi: str = "mpich", codec: st
         return
     for _, phase, known, _ in found.ranks[0]["chosen"].values():
         assert (phase, known) == ("installed", True), found.ranks[0]["chosen"]
+    assert found.ranks[0]["mixed"]["layerwise"][1] == ["bfloat16", "float32", "int8"]
     guarded = found.ranks[0]["guarded"]
     assert guarded["warn"][:2] == guarded["off"][:2], "samples change nothing"
     assert guarded["warn"][1] == ["float32", "int8"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from wfbp.core.checks import one_of, read_json, whole
-from wfbp.core.cost import Costs
+from wfbp.core.cost import Costs, cheapest
 from wfbp.core.planners import PLANNERS
 from wfbp.core.ranks import counted
 from wfbp.core.trace import Trace
@@ -84,9 +84,12 @@ def compressed(costs: Costs, trace: Trace, compression: str, num_ranks: int, of_
     options = ReducerOptions("single", 1, wire=COMPRESSIONS[compression])
     specs = [replace(spec, shape=(1, spec.numel)) for spec in trace.specs]
     nbytes = sum(spec.nbytes for spec in specs) or 1
-    sent_bytes, encoded = options.sent_bytes(specs, num_ranks, "")
-    encoding_s = sum(_codec_s_per_byte(codec) * size for codec, size in encoded.items())
-    return costs.compressed(sent_bytes / nbytes or 1.0).encoded(encoding_s / nbytes)
+    ways = []
+    for wire in options.choices:
+        sent_bytes, encoded = options.sent_bytes(specs, num_ranks, wire)
+        encoding_s = sum(_codec_s_per_byte(codec) * size for codec, size in encoded.items())
+        ways.append(costs.compressed(sent_bytes / nbytes or 1.0).encoded(encoding_s / nbytes))
+    return cheapest(ways, 2.0 * nbytes)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,15 @@ import numpy.typing as npt
 from wfbp.core.checks import check_format, instance, number, read_json
 from wfbp.core.types import Operation
 
-__all__ = ["CostModel", "Costs", "Line", "LinearCost", "PiecewiseCost", "monotone_points"]
+__all__ = [
+    "CostModel",
+    "Costs",
+    "Line",
+    "LinearCost",
+    "PiecewiseCost",
+    "cheapest",
+    "monotone_points",
+]
 
 Floats = npt.NDArray[np.float64]
 Line = tuple[float, float]
@@ -310,6 +318,47 @@ class Costs:
     def load(cls, path: str | Path) -> Costs:
         """The costs in a JSON file; ``ValueError`` starts with the file's name."""
         return read_json(path, cls.from_json)
+
+
+def cheapest(ways: Iterable[Costs], max_bytes: float) -> Costs:
+    """The costs of messages of at most ``max_bytes`` if each is sent in its fastest way.
+
+    An exact planner stays exact with these costs. No message ends later if one before it takes
+    less time, so some best plan sends each group in its fastest way.
+
+    Example:
+        >>> plain, encoded = Costs(LinearCost(1e-3, 4e-9)), Costs(LinearCost(2e-3, 1e-9))
+        >>> curve = cheapest([plain, encoded], 4e6).all_reduce
+        >>> round(curve(1e5), 9), round(curve(1e6), 9)
+        (0.0014, 0.003)
+    """
+    first, *others = ways
+    curves: dict[str, Any] = {
+        operation.value: _lowest([each.of(operation) for each in (first, *others)], max_bytes)
+        for operation in Operation
+    }
+    return replace(first, **curves) if others else first
+
+
+def _lowest(curves: Sequence[CostModel], max_bytes: float) -> CostModel:
+    """The least of some curves, which are straight between their points, up to ``max_bytes``."""
+    corners = {0.0, max_bytes}
+    for curve in curves:
+        points = curve.points if isinstance(curve, PiecewiseCost) else ()
+        corners.update(size for size, _ in points if size < max_bytes)
+    for a, b in pairwise(sorted(corners)):
+        for one, other in combinations(curves, 2):
+            left, right = one(a) - other(a), one(b) - other(b)
+            if left * right < 0:
+                corners.add(a + (b - a) * left / (left - right))
+    sizes = np.array(sorted(corners))
+    seconds = np.array([curve.many(sizes) for curve in curves])
+    least = seconds.min(axis=0)
+    for curve, own in zip(curves, seconds, strict=True):
+        if np.array_equal(own, least):
+            return curve
+    rising = np.maximum.accumulate(least)  # crossings are rounded
+    return PiecewiseCost(tuple(zip(sizes.tolist(), rising.tolist(), strict=True)))
 
 
 @lru_cache(maxsize=64)  # planners ask often, and a curve makes arrays when it is first used

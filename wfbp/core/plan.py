@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -30,10 +30,13 @@ class Group:
     Args:
         tensors: indices into ``Plan.tensors``, in the order of the fusion buffer.
         operation: the collective that carries the group.
+        wire: how its gradients are sent, if the program leaves that to the plan; empty for their
+            own type.
     """
 
     tensors: tuple[int, ...]
     operation: Operation = Operation.ALL_REDUCE
+    wire: str = ""
 
     def __post_init__(self) -> None:
         if not self.tensors:
@@ -57,7 +60,6 @@ class Plan:
             forward, which all-gathers it.
         overlap: whether groups are sent while backward runs. Otherwise they are sent when the step
             closes, which is cheaper if communication takes CPU time from backward.
-        wire: how gradients are sent, if the program leaves that to the plan; empty for their type.
 
     Raises:
         ValueError: a tensor is missing or named twice, a group mixes element types, or a group of
@@ -74,7 +76,6 @@ class Plan:
     tensors: tuple[TensorSpec, ...]
     groups: tuple[Group, ...]
     overlap: bool = True
-    wire: str = ""
 
     def __post_init__(self) -> None:
         unique("tensors", [spec.name for spec in self.tensors])
@@ -142,11 +143,24 @@ class Plan:
         """The share of :attr:`decoupled` in all bytes, from 0 to 1."""
         return sum(spec.nbytes for spec in self.decoupled) / max(1, self.total_bytes)
 
+    @cached_property
+    def wires(self) -> tuple[str, ...]:
+        """The different ways in which groups of backward are sent, sorted."""
+        return tuple(sorted({group.wire for group in self.groups[: self.num_backward]}))
+
+    def with_wires(self, wire_of: Callable[[int], str]) -> Plan:
+        """The same groups, each of backward sent as ``wire_of`` its index."""
+        backward = self.groups[: self.num_backward]
+        sent = (replace(group, wire=wire_of(k)) for k, group in enumerate(backward))
+        return replace(self, groups=(*sent, *self.groups[self.num_backward :]))
+
     @property
     def summary(self) -> str:
         """A short description, such as ``single, 1 group after backward``."""
         late = "" if self.overlap else " after backward"
-        sent = f" of {self.wire}" if self.wire else ""
+        sent = (
+            f" of {' and '.join(wire or 'plain' for wire in self.wires)}" if any(self.wires) else ""
+        )
         return f"{self.schedule}, {counted(len(self.groups), 'group')}{sent}{late}"
 
     @cached_property
@@ -161,7 +175,6 @@ class Plan:
             "format": FORMAT,
             "schedule": self.schedule,
             "overlap": self.overlap,
-            **({"wire": self.wire} if self.wire else {}),
             "tensors": [
                 {"name": s.name, "shape": list(s.shape), "dtype": s.dtype} for s in self.tensors
             ],
@@ -170,6 +183,7 @@ class Plan:
                     "phase": g.phase.value,
                     "operation": g.operation.value,
                     "tensors": list(g.tensors),
+                    **({"wire": g.wire} if g.wire else {}),
                 }
                 for g in self.groups
             ],
@@ -185,11 +199,11 @@ class Plan:
                 for t in data["tensors"]
             )
             groups = tuple(
-                Group(_whole(g["tensors"]), Operation(g["operation"])) for g in data["groups"]
+                Group(_whole(g["tensors"]), Operation(g["operation"]), _is(str, g.get("wire", "")))
+                for g in data["groups"]
             )
             whole("elements of all tensors", sum(spec.numel for spec in tensors), 0)
-            overlap, wire = _is(bool, data["overlap"]), _is(str, data.get("wire", ""))
-            return cls(_is(str, data["schedule"]), tensors, groups, overlap, wire)
+            return cls(_is(str, data["schedule"]), tensors, groups, _is(bool, data["overlap"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a valid {FORMAT} document: {error!r}") from error
 

@@ -72,7 +72,7 @@ class Lane:
         self._stamps: list[GroupStamps] = []
         self._dependencies: dict[int, Dependencies] = {}
         self._closing = False
-        self._wire = ""
+        self._wires: dict[str, str] = {}
         self._reduced: list[int] = []  # tensors that the last step has reduced
 
     def install(
@@ -81,9 +81,11 @@ class Lane:
         """Use another plan from the next step on; returns a buffer per group."""
         self._memory.settle()
         self._gather = None  # else it would keep memory that no plan uses any more
-        if plan.wire != self._wire:  # or errors of encoding would wait for such a plan's return
+        wires = {k: g.wire for g in plan.groups[: plan.num_backward] for k in g.tensors}
+        by_name = {plan.tensors[k].name: wire for k, wire in wires.items()}
+        if by_name != self._wires:  # or errors of encoding would wait for such a plan's return
             self.errors.forget()
-        self._wire = plan.wire
+        self._wires = by_name
         self.buffers = self._make_buffers(plan, members, encodes=True)
         step_bytes = self.backend.step_bytes
         self._expected_s: list[float | None] = []
@@ -110,7 +112,7 @@ class Lane:
             wires = [""] * len(group.tensors)
             if number < plan.num_backward:
                 specs = [plan.tensors[k] for k in group.tensors]
-                wires = [options.wire_of(spec, backend.size, plan.wire) for spec in specs]
+                wires = [options.wire_of(spec, backend.size, group.wire) for spec in specs]
             if not encodes:
                 wires = ["" if wire in CODECS else wire for wire in wires]
             buffers.append(

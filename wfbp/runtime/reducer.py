@@ -449,14 +449,14 @@ class Reducer:
 
     def _guard_compression(self, result: StepResult, reduced: Sequence[BufferView | None]) -> None:
         """Now and then compare an encoded average with an exact one; a collective."""
-        options, step, size = self._options, self._step, self._runtime.size
+        options, step = self._options, self._step
         if options.guard == "off" or self.num_steps % compression_guard.EVERY_STEPS:
             return
-        plan = self.tuner.plan
+        wires = self.tuner.wire_of_each
         codecs = {
             index: codec
             for index, here in zip(self._planned, result.present, strict=True)
-            if here and (codec := options.wire_of(self.specs[index], size, plan.wire)) in CODECS
+            if here and (codec := wires[self.specs[index]]) in CODECS
         }
         if codecs and self._guard.compare(self.num_steps, codecs, step, reduced):
             self._options = self._lane.options = options.in_16_bits()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
 from tests.support import reference
-from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
+from wfbp.core.cost import Costs, LinearCost, PiecewiseCost, cheapest
+from wfbp.core.plan import Plan
 from wfbp.core.planners import PLANNERS
 from wfbp.core.planners.curve_solver import CurveSolver
 from wfbp.core.planners.linear_solver import LinearSolver
@@ -15,6 +17,7 @@ from wfbp.core.planners.partition import Row
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.tuning.candidates import sent_fastest
 
 oasr = PLANNERS["oasr"].planner
 
@@ -145,3 +148,42 @@ def test_tolerance_must_be_a_finite_number(tolerance: float) -> None:
     trace = reference.random_trace(random.Random(0), 3)
     with pytest.raises(ValueError, match=r"tolerance: (expected|too large)"):
         oasr(trace, Costs(LinearCost(1.0, 0.0)), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "piecewise"])
+@pytest.mark.parametrize("num_tensors", [1, 2, 3, 4, 5, 6])
+def test_equals_brute_force_over_ways_to_send_each_group(num_tensors: int, linear: bool) -> None:
+    rng = random.Random(10 * num_tensors + linear)
+    for _ in range(20):
+        trace = reference.random_trace(rng, num_tensors)
+        ways = {str(k): Costs(reference.random_cost(rng, linear)) for k in range(3)}
+        ready_s, sizes = trace.ready_times_s, trace.backward_bytes
+        best_s = float("inf")
+        for ends in reference.all_partitions(num_tensors):
+            starts = (0, *ends[:-1])
+            for chosen in product(ways.values(), repeat=len(ends)):
+                free_s = 0.0
+                for start, end, costs in zip(starts, ends, chosen, strict=True):
+                    sent_s = costs.all_reduce(sum(sizes[start:end]))
+                    free_s = max(free_s, ready_s[end - 1]) + sent_s
+                best_s = min(best_s, free_s + reference.fixed_s(trace))
+        costs = cheapest(ways.values(), 2.0 * sum(sizes))
+        plan = sent_fastest(oasr(trace, costs, tolerance=0), ways)
+        assert timeline(plan, trace, costs).iteration_s == pytest.approx(best_s, rel=1e-9, abs=0)
+        for k, group in enumerate(plan.groups):
+            own_s = ways[group.wire].all_reduce(plan.nbytes(k))
+            assert own_s == pytest.approx(costs.all_reduce(plan.nbytes(k)), rel=1e-9)
+
+
+def test_groups_are_sent_in_different_ways() -> None:
+    """Small messages take their start-up time however they are sent, so encoding only adds."""
+    plain = Costs(PiecewiseCost(((1e5, 1e-3), (1e6, 10e-3))))
+    ways = {"": plain, "int8": plain.compressed(0.25).encoded(1e-9)}
+    rows = (("a", 1000, 1e-3), ("b", 250_000, 20e-3))
+    trace = Trace(
+        "two", tuple(TraceTensor(TensorSpec(n, (k,), "float32"), 0.0, s) for n, k, s in rows)
+    )
+    plan = sent_fastest(oasr(trace, cheapest(ways.values(), 1e7), tolerance=0), ways)
+    assert [group.wire for group in plan.groups] == ["int8", ""]
+    assert plan.summary == "oasr, 2 groups of plain and int8"
+    assert Plan.from_json(plan.to_json()) == plan

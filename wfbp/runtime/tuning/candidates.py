@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from wfbp.core import planners
@@ -88,6 +88,17 @@ def auto_candidates(
     return [simplest, *others]
 
 
+def sent_fastest(plan: Plan, costs: Mapping[str, Costs]) -> Plan:
+    """The same groups, each of backward sent in the way that takes least time by these costs, and
+    of equal ways in the first."""
+
+    def fastest(group: int) -> str:
+        operation, nbytes = plan.groups[group].operation, plan.nbytes(group)
+        return min(costs, key=lambda wire: costs[wire].of(operation)(nbytes))
+
+    return plan.with_wires(fastest)
+
+
 def reordered(plan: Plan, trace: Trace) -> Plan:
     """The same groups over the trace's order of tensors, so that one trace predicts all plans."""
     place = {spec.name: k for k, spec in enumerate(trace.specs)}
@@ -105,5 +116,5 @@ def distinct(plans: Iterable[Plan]) -> list[Plan]:
     """
     kept: dict[object, Plan] = {}
     for plan in plans:
-        kept.setdefault((plan.wire, plan.groups, plan.overlap or len(plan.groups) == 1), plan)
+        kept.setdefault((plan.groups, plan.overlap or len(plan.groups) == 1), plan)
     return list(kept.values())

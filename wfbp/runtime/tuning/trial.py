@@ -111,4 +111,9 @@ class Trial:
 
 def _cost_of_choice(plan: Plan) -> tuple[int, int]:
     """Of plans of equal speed: lost bits count first, then groups (both halves if decoupled)."""
-    return _MOST_PRECISE_FIRST.index(plan.wire), len(plan.groups)
+    lost = sum(
+        _MOST_PRECISE_FIRST.index(group.wire) * plan.tensors[k].nbytes
+        for group in plan.groups[: plan.num_backward]
+        for k in group.tensors
+    )
+    return lost, len(plan.groups)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from wfbp.comm.cost_probe import codec_s
 from wfbp.config import Config
-from wfbp.core.cost import Costs
+from wfbp.core.cost import Costs, cheapest
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
 from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO
@@ -33,6 +33,7 @@ from wfbp.runtime.tuning.candidates import (
     first_plan,
     fixed_candidates,
     reordered,
+    sent_fastest,
 )
 from wfbp.runtime.tuning.profile import Profile, combine
 from wfbp.runtime.tuning.trial import COLD_STEPS, Trial
@@ -52,6 +53,8 @@ class Share(Protocol):
 _WINDOW_STEPS = 20
 _DRIFT_WINDOWS = 5
 """If this many windows in a row differ from the first one, it is a drift."""
+_MIXED = "mixed"
+"""Of plans whose groups are sent in different ways."""
 _OF_EACH_WIRE = 3
 """If a trial has to choose how gradients are sent, so many plans of each are tried, and the
 simplest."""
@@ -239,6 +242,9 @@ class Tuner:
             sent = sent.map(lambda curve: curve.packed(packing_s / nbytes))
             encoding_s = max(m["encoding_s"][wire] for m in messages)
             self._costs[wire] = sent.encoded(encoding_s / nbytes)
+        if len(self._costs) > 1:
+            ways = [self._costs[wire] for wire in self._options.choices]
+            self._costs[_MIXED] = cheapest(ways, 2.0 * nbytes)
         self._run_round(share(self._first_round))
 
     def _first_round(self) -> Json:
@@ -246,6 +252,7 @@ class Tuner:
         trace = self._measured
         schedule, threshold_bytes = self._options.schedule, self._options.threshold_bytes
         plans: list[Plan] = []
+        ways = {wire: self._costs[wire] for wire in self._options.choices}
         for wire, costs in self._costs.items():
             if schedule == AUTO:
                 most = None if len(self._costs) == 1 else _OF_EACH_WIRE
@@ -253,9 +260,10 @@ class Tuner:
             else:
                 each = fixed_candidates(schedule, trace, costs, threshold_bytes)
                 if len(self._costs) > 1:
-                    each.sort(key=lambda plan: iteration_s(plan, trace, self._costs[wire]))
+                    each.sort(key=lambda plan: iteration_s(plan, trace, costs))
                     each = each[:_OF_EACH_WIRE]
-            plans += [replace(plan, wire=wire) for plan in each]
+            plans += [sent_fastest(p, ways if wire == _MIXED else {wire: costs}) for p in each]
+        plans = distinct(plans)
         if (
             schedule == AUTO
             and self._incumbent
@@ -295,15 +303,17 @@ class Tuner:
         overlapped = [
             (plan, seconds + self._saved_s(plan))
             for plan, seconds in measured
-            if _overlaps(plan) and plan.wire == measured[0][0].wire
+            if _overlaps(plan) and plan.wires == measured[0][0].wires
         ]
         costs = self._costs
         kappa = None
         if overlapped:
-            kappa = fit_kappa(trace, costs[overlapped[0][0].wire], overlapped)
+            kappa = fit_kappa(trace, costs[_way_of(overlapped[0][0])], overlapped)
             costs = _with_kappa(costs, kappa)
         forecasts_s = {
-            plan.digest: max(iteration_s(plan, trace, costs[plan.wire]) - self._saved_s(plan), 1e-9)
+            plan.digest: max(
+                iteration_s(plan, trace, costs[_way_of(plan)]) - self._saved_s(plan), 1e-9
+            )
             for plan in trial.plans
         }
         winner = trial.narrow(forecasts_s)
@@ -341,7 +351,7 @@ class Tuner:
     @property
     def costs(self) -> Costs | None:
         """Costs of gradients as the plan in use sends them, by their bytes before compression."""
-        return self._costs.get(self.plan.wire)
+        return self._costs.get(_way_of(self.plan))
 
     def _saved_s(self, plan: Plan) -> float:
         """Seconds of the update saved because ranks update only their shards."""
@@ -355,7 +365,18 @@ class Tuner:
     @property
     def wire_bytes(self) -> int:
         """Bytes of all gradients as they are reduced."""
-        return self._sent_bytes(self.plan.wire)[0]
+        return sum(spec.wire_bytes(wire) for spec, wire in self.wire_of_each.items())
+
+    @property
+    def wire_of_each(self) -> dict[TensorSpec, str]:
+        """How the plan in use sends each tensor's gradient: as one of CODECS or WIRE_DTYPES, or
+        empty."""
+        plan = self.plan
+        return {
+            plan.tensors[k]: self._options.wire_of(plan.tensors[k], self._num_ranks, group.wire)
+            for group in plan.groups[: plan.num_backward]
+            for k in group.tensors
+        }
 
     def _sent_bytes(self, wire: str) -> tuple[int, dict[str, int]]:
         return self._options.sent_bytes(self.plan.tensors, self._num_ranks, wire)
@@ -364,8 +385,7 @@ class Tuner:
     def sent_as(self) -> dict[str, dict[str, int]]:
         """Elements and bytes of gradients, by what they are sent as."""
         found: dict[str, dict[str, int]] = {}
-        for spec in self.plan.tensors:
-            wire = self._options.wire_of(spec, self._num_ranks, self.plan.wire)
+        for spec, wire in self.wire_of_each.items():
             sums = found.setdefault(wire or spec.real_dtype, {"elements": 0, "bytes": 0})
             sums["elements"] += spec.numel
             sums["bytes"] += spec.wire_bytes(wire)
@@ -390,6 +410,11 @@ class Tuner:
     def _log(self, text: str) -> None:
         if self._is_logger:
             log.info("%s: %s", self._options.name, text)
+
+
+def _way_of(plan: Plan) -> str:
+    """The key of a plan's costs."""
+    return plan.wires[0] if len(plan.wires) == 1 else _MIXED
 
 
 def _overlaps(plan: Plan) -> bool:

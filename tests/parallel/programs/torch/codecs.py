@@ -31,6 +31,7 @@ from wfbp import GradientReducer
 from wfbp.config import SCHEDULES, read_environment
 from wfbp.core.planners import ALL_REDUCE_SCHEDULES
 from wfbp.runtime import compression_guard
+from wfbp.runtime.tuning import tuner
 
 CONFIG = replace(
     read_environment()[0],
@@ -244,6 +245,20 @@ def chosen(rank: int, schedule: str) -> list[Any]:
     return [parameters, report["phase"], set(report["sent_as"]) <= known, report["plan_digest"]]
 
 
+def mixed(rank: int, schedule: str) -> list[Any]:
+    """Each group of the plan is sent in another way, whatever the times are."""
+    ways = ("", "int8", "", "bfloat16")
+    given, tuner.sent_fastest = (
+        tuner.sent_fastest,
+        lambda plan, costs: plan.with_wires(lambda group: ways[group % len(ways)]),
+    )
+    try:
+        parameters, report = trained_on(rank, 150, compression="auto:int8", schedule=schedule)
+    finally:
+        tuner.sent_fastest = given
+    return [parameters, sorted(report["sent_as"]), report["plan_digest"]]
+
+
 def guarded(rank: int, guard: str) -> list[Any]:
     """Every second step is compared, and no sample is good enough."""
     every, least = compression_guard.EVERY_STEPS, compression_guard._LEAST_COSINES
@@ -336,6 +351,7 @@ def applied(rank: int) -> dict[str, Any]:
             for name in ("oasr", "hybrid")
         },
         "chosen": {name: chosen(rank, name) for name in ("auto", "oasr")},
+        "mixed": {name: mixed(rank, name) for name in ("layerwise", "dear")},
     }
 
 
