@@ -525,7 +525,7 @@ class OptimizerSync:
 
     def _take(self, reduced: Sequence[BufferView | None]) -> None:
         """Let ``p.grad`` be the reduced gradient where it is whole."""
-        sharing: _Sharing | None = None  # once that matters
+        overlapping: set[int] | None = None  # once that matters
         for index, slot in enumerate(reduced):
             if slot is None or not slot.whole:
                 continue
@@ -540,17 +540,15 @@ class OptimizerSync:
             # Programs may keep it, or views of it, or the memory that it is a view of, and use them
             # in later steps: then it stays where it is. A weak reference shows whether they keep
             # the object, once this loop has dropped its own.
-            kept, num_others = weakref.ref(grad), tensors.num_sharing(grad, before)
-            if num_others:
-                sharing = sharing or _Sharing.of(self._params)
-            if not (sharing and num_others and sharing.is_kept(grad, num_others)):
+            kept = weakref.ref(grad)
+            if not tensors.num_sharing(grad, before):
                 del grad
                 param.grad = average
             if (grad := kept()) is None:
                 continue
             param.grad = grad
-            sharing = sharing or _Sharing.of(self._params)
-            if tensors.is_writeable(grad) and index not in sharing.overlapping:
+            overlapping = _overlapping(self._params) if overlapping is None else overlapping
+            if tensors.is_writeable(grad) and index not in overlapping:
                 grad.detach().copy_(average)
             else:
                 param.grad = average
@@ -841,34 +839,22 @@ class OptimizerSync:
         _remove(self._hooks, self.reducer, self._forward.stop)
 
 
-class _Sharing(NamedTuple):
-    """Gradients of one optimizer that are in one memory, as autograd or the program puts them."""
-
-    num_gradients: dict[int, int]
-    """By storage."""
-    overlapping: set[int]
-    """Indices of those that have elements in common."""
-
-    @classmethod
-    def of(cls, params: Sequence[torch.Tensor]) -> _Sharing:
-        places: dict[int, list[tuple[int, int, int]]] = {}
-        for index, param in enumerate(params):
-            grad = param.grad
-            if grad is not None and grad.layout is torch.strided:
-                place = (*tensors.extent(grad), index)
-                places.setdefault(tensors.storage_of(grad), []).append(place)
-        overlapping = set()
-        for found in places.values():
-            end, last = 0, -1
-            for start, stop, index in sorted(found):
-                if start < end:
-                    overlapping |= {last, index}
-                end, last = max((end, last), (stop, index))
-        return cls({storage: len(found) for storage, found in places.items()}, overlapping)
-
-    def is_kept(self, grad: torch.Tensor, num_others: int) -> bool:
-        """Whether anything but gradients is in a gradient's memory."""
-        return num_others >= self.num_gradients[tensors.storage_of(grad)]
+def _overlapping(params: Sequence[torch.Tensor]) -> set[int]:
+    """Indices of parameters whose gradients have elements in common, as autograd or the program
+    may put them."""
+    places = []
+    for index, param in enumerate(params):
+        grad = param.grad
+        if grad is not None and grad.layout is torch.strided:
+            places.append((tensors.storage_of(grad), *tensors.extent(grad), index))
+    overlapping = set()
+    storage, end, last = 0, 0, -1
+    for place, start, stop, index in sorted(places):
+        if place == storage and start < end:
+            overlapping |= {last, index}
+        if place != storage or stop > end:
+            storage, end, last = place, stop, index
+    return overlapping
 
 
 def _same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
