@@ -178,7 +178,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_local: list[None] = []  # one entry per no_sync() that the program is in
         self._wfbp_calls: list[str] = []  # methods of the optimizer that run; "" for a closure
         self._wfbp_fell_back = False  # whether the guard of compression has had enough
-        self._wfbp_evaluates = False  # whether synchronize() ends an evaluation of a closure
         self._wfbp_sync: OptimizerSync | None = None
         previous = wrapped_of(original)
         self._wfbp_renew(getattr(previous, "_wfbp_sync", None), complete=True)
@@ -363,7 +362,11 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             RuntimeError: gradients were changed in place since backward.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        sync, evaluates = self._wfbp_sync, self._wfbp_evaluates
+        self._wfbp_synchronize()
+
+    def _wfbp_synchronize(self, evaluates: bool = False) -> None:
+        """As :meth:`synchronize`; ``evaluates``: at the end of a closure."""
+        sync = self._wfbp_sync
         averaged = sync is None or self._wfbp_has_sums() or sync.synchronize(evaluates=evaluates)
         self._wfbp_sync_state = SyncState.PROGRAM if averaged else SyncState.NO_GRADIENTS
         if sync is not None:
@@ -619,11 +622,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if sync is None:
             self._wfbp_make_dense()
             return loss
-        self._wfbp_evaluates = True
-        try:
-            self.synchronize()
-        finally:
-            self._wfbp_evaluates = False
+        self._wfbp_synchronize(evaluates=True)
         sync.use_averages()
         combined = combined_losses(sync.reducer, loss, self._wfbp_options.op is Op.AVERAGE)
         this = weakref.ref(sync)  # the program may keep the loss
