@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from wfbp.core.checks import whole
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, StallError
 from wfbp.runtime import process, signals
@@ -109,7 +110,12 @@ class LocalSteps:
         named = named_params(optimizer, known, complete=True)
         self._ids = {id(p) for _, p in named}
         named = [(name, p) for name, p in named if p.numel()]
-        delay = _checked(every, fragments, delay, len(named))
+        whole("every", every, 1)
+        place = "fragments (at most every, and one per parameter)"
+        most = every // whole(place, fragments, 1, min(every, len(named))) - 1
+        if delay is None:
+            delay = min(_MOST_DELAY, most)
+        whole("delay (fewer than every / fragments)", delay, 0, most)
         make = OUTER.get(outer) if isinstance(outer, str) else outer
         if not callable(make):
             raise ValueError(f"outer is {outer!r}; expected {', '.join(OUTER)} or a function")
@@ -425,29 +431,6 @@ class Fragment:
                 error[:] = value.numpy()
             else:  # of another number of ranks, or sent in another way
                 error.fill(0.0)
-
-
-def _checked(every: object, fragments: object, delay: object, num_params: int) -> int:
-    """The delay in steps; ``ValueError`` for numbers that do not fit."""
-    numbers = {"every": every, "fragments": fragments}
-    for name, value in (numbers | ({} if delay is None else {"delay": delay})).items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < (name != "delay"):
-            least = "of at least 0" if name == "delay" else "above zero"
-            raise ValueError(f"{name} is {value!r}; expected a whole number {least}")
-    assert isinstance(every, int)
-    assert isinstance(fragments, int)
-    if fragments > min(every, num_params):
-        raise ValueError(
-            f"fragments is {fragments}; expected at most every ({every}) and the number of "
-            f"parameters ({num_params})"
-        )
-    most = every // fragments - 1
-    if delay is None:
-        return min(_MOST_DELAY, most)
-    assert isinstance(delay, int)
-    if delay > most:
-        raise ValueError(f"delay is {delay}; expected at most {most}, fewer than every / fragments")
-    return delay
 
 
 def _cuts(sizes: Sequence[int], count: int) -> list[int]:

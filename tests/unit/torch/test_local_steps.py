@@ -36,11 +36,17 @@ def adam() -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"every": 0}, "every is 0; expected a whole number above zero"),
-        ({"every": 2.0}, "every is 2.0"),
-        ({"fragments": 3}, "fragments is 3; expected at most every (30) and the number of "),
-        ({"every": 8, "fragments": 2, "delay": 4}, "delay is 4; expected at most 3"),
-        ({"delay": -1}, "delay is -1"),
+        ({"every": 0}, "every: expected a whole number from 1 to"),
+        ({"every": 2.0}, "found 2.0"),
+        (
+            {"fragments": 3},
+            "fragments (at most every, and one per parameter): expected a whole number from 1 to 2",
+        ),
+        (
+            {"every": 8, "fragments": 2, "delay": 4},
+            "delay (fewer than every / fragments): expected a whole number from 0 to 3",
+        ),
+        ({"fragments": 1, "delay": -1}, "found -1"),
         ({"fragments": 1, "outer": "adam"}, "outer is 'adam'; expected nesterov, sgd"),
         ({"fragments": 1, "compression": "auto:int8"}, "LocalSteps needs one without auto"),
         ({"fragments": 1, "compression": "int3"}, "int3"),
