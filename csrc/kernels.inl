@@ -332,8 +332,7 @@ struct Int8 {
 };
 
 // Floating point, e4m3: a sign, four bits of exponent, three of fraction. Small elements keep their
-// precision beside large ones.
-// Without branches, so that compilers use vectors.
+// precision beside large ones. Without branches, so that compilers use vectors.
 struct Fp8 {
   static constexpr float kMost = 448.0f;
 

@@ -40,7 +40,7 @@ OUTER: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "nesterov": lambda params: torch.optim.SGD(params, lr=0.9, momentum=0.5, nesterov=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1.0),
 }
-"""The best of seven choices in short runs (docs/benchmarks/training.md), and the plain average."""
+"""The best of six choices in short runs (docs/benchmarks/training.md), and the plain average."""
 _MOST_DELAY = 5
 _SMALL_BYTES = 4096
 """Smaller tensors travel together."""
