@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from tests.parallel.programs.torch import equality, further_optimizers
+from tests.parallel.programs.torch import equality
 from tests.parallel.runs import JOB_S, outcome
 from wfbp.core.planners import ALL_REDUCE_SCHEDULES as ALL_REDUCE
 
@@ -16,7 +15,6 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
 MAY_ALL_REDUCE = (*ALL_REDUCE, "auto", "hybrid")
 DECOUPLED = [schedule for schedule in equality.SCHEDULES if schedule not in ALL_REDUCE]
 """Those that decouple, or may."""
-OPTIMIZERS = equality.OPTIMIZERS
 TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
 """Of 20 steps."""
 END = {"float32": 1e-4, "float64": 1e-9}
@@ -39,7 +37,6 @@ LONG = {
         *((schedule, "adamw") for schedule in DECOUPLED),
         *((schedule, "nesterov") for schedule in ("auto", "layerwise")),
     ],
-    3: [("dear", optimizer) for optimizer in further_optimizers.ALL],
     # Planners do not know the number of ranks. Five ranks cut and send otherwise than two or
     # three.
     5: [
@@ -92,7 +89,7 @@ def test_equals_one_process(ranks: int, schedule: str, optimizer: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "schedule", "optimizer"),
-    [(ranks, *run) for ranks, runs in LONG.items() for run in runs if run[1] in OPTIMIZERS],
+    [(ranks, *run) for ranks, runs in LONG.items() for run in runs],
 )
 def test_further_combinations_equal_one_process(ranks: int, schedule: str, optimizer: str) -> None:
     check(schedule, optimizer, trained(ranks, LONG[ranks]))
@@ -101,34 +98,6 @@ def test_further_combinations_equal_one_process(ranks: int, schedule: str, optim
 @pytest.mark.parametrize(("schedule", "optimizer"), UNDER_OPEN_MPI)
 def test_equals_one_process_under_open_mpi(schedule: str, optimizer: str) -> None:
     check(schedule, optimizer, records(2, "openmpi"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [3])
-@pytest.mark.parametrize("optimizer", further_optimizers.ALL)
-def test_further_optimizers_equal_one_process(optimizer: str, ranks: int) -> None:
-    """Under a schedule that decouples every tensor; what can be shared out is."""
-    for rank, rows in enumerate(trained(ranks, LONG[ranks])):
-        (row,) = [r for r in rows if r["optimizer"] == optimizer]
-        assert row["after_twenty"] <= TOLERANCE["float64"], (rank, row)
-        assert row["at_the_end"] <= END["float64"], (rank, row)
-        assert row["ranks_equal"], (rank, row)
-        assert row["moved"] > 0.01, (rank, row)
-        in_parts = optimizer in further_optimizers.ELEMENTWISE
-        assert (row["plan"] == "dear") == in_parts, (rank, row)
-        assert {"trial", "installed"} <= set(row["phases"]), (rank, row)
-        assert row["decoupled"] == row["shares_state"] == in_parts, (rank, row)
-
-
-def test_every_optimizer_of_pytorch_is_compared() -> None:
-    found = {
-        name
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    }
-    made = further_optimizers.made(equality.param_groups)
-    compared = {type(make(equality.Model())).__name__ for make in made.values()}
-    assert found - compared - further_optimizers.COUPLED == {"Optimizer"}
 
 
 @pytest.mark.parametrize("ranks", [2])

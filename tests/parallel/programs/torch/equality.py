@@ -1,8 +1,8 @@
 """Training on N ranks against one process on the concatenated batch.
 
-Usage: mpirun -n N python equality.py OUT RUN [RUN ...], where a run is SCHEDULE/OPTIMIZER, an
-optimizer of :data:`OPTIMIZERS` or of ``further_optimizers``; writes OUT/rank<r>.json, a list of one
-record per run.
+Usage: mpirun -n N python equality.py OUT RUN [RUN ...], where a run is SCHEDULE/OPTIMIZER, with an
+optimizer of :data:`OPTIMIZERS`; writes OUT/rank<r>.json, a list of one record per run. Every other
+kind of optimizer trains in ``tests/fuzz/ordinary.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import freeze_imports
-from tests.parallel.programs.torch import further_optimizers
 from tests.support.cores import leave_cores
 from wfbp.config import Config
 
@@ -95,7 +94,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 DOUBLE = "adamw with its default epsilon"
-"""In float64, as ``further_optimizers`` are."""
+"""In float64."""
 
 
 def distance(one: Model, other: Model) -> float:
@@ -126,10 +125,8 @@ def fingerprint(model: Model) -> str:
 
 def train(schedule: str, optimizer_name: str) -> dict[str, Any]:
     rank, size = wfbp.rank(), wfbp.size()
-    further = further_optimizers.made(param_groups)
-    make = (OPTIMIZERS | further)[optimizer_name]
-    is_double = optimizer_name == DOUBLE or optimizer_name in further
-    dtype = torch.float64 if is_double else torch.float32
+    make = OPTIMIZERS[optimizer_name]
+    dtype = torch.float64 if optimizer_name == DOUBLE else torch.float32
     torch.manual_seed(7)
     reference = Model(dtype)
     model = copy.deepcopy(reference)
@@ -166,8 +163,6 @@ def train(schedule: str, optimizer_name: str) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "steps": steps,
         "phases": phases,
-        "plan": optimizer.report().get("schedule"),
-        "shares_state": exchange is not None and bool(exchange.update.sharding),
         "num_groups": optimizer.report().get("num_groups"),
         "decoupled": exchange is not None and exchange.reducer.decoupled,
         "after_twenty": after_twenty,
