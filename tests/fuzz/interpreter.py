@@ -205,6 +205,16 @@ class Run:
             params = [p for g in optimizer.param_groups for p in g["params"]]
             self._observe("parameters behind a step", *params)
 
+        def clip(*_: Any) -> None:
+            nn.utils.clip_grad_norm_(_params(optimizer), 1e-2)
+
+        def scale(*_: Any) -> None:
+            with torch.no_grad():
+                torch._foreach_mul_(_params(optimizer), 0.9)
+
+        if about.step_hooks == "change":
+            optimizer.register_step_pre_hook(clip)
+            optimizer.register_step_post_hook(scale)
         if about.step_hooks in ("pre", "both"):
             optimizer.register_step_pre_hook(before)
         if about.step_hooks in ("post", "both"):
@@ -548,6 +558,10 @@ class Run:
                 for p in params:
                     if p.grad is not None:
                         p.grad = p.grad * 0.5
+            elif how == "sync share":  # as queues of torch.multiprocessing do
+                for p in params:
+                    if p.grad is not None:
+                        p.grad.share_memory_()
             elif how == "sync look":
                 self._observe("averages", *(p.grad for p in params if p.grad is not None))
                 skip = nullcontext
@@ -568,7 +582,10 @@ class Run:
             elif step.compiled and self.parallel:
                 torch.compile(lambda: optimizer.step(), backend="eager")()
             else:
-                optimizer.step()
+                with torch.inference_mode(step.inference and self.parallel):
+                    optimizer.step()
+        if step.again:
+            optimizer.step()
 
     @property
     def _hooks_touch(self) -> bool:
@@ -707,6 +724,10 @@ class Run:
         optimizer.zero_grad()
         if params:
             optimizer.add_param_group({"params": params, "lr": act.value or 0.03})
+
+    def do_remove(self, act: Act) -> None:
+        """Take a parameter out of the optimizer's groups."""
+        del self.optimizers[act.optimizer].param_groups[0]["params"][1]
 
     def do_lr(self, act: Act) -> None:
         for group in self.optimizers[act.optimizer].param_groups:
@@ -910,7 +931,7 @@ def tolerance(program: Program) -> float:
     names = {program.dtype, *(part.dtype for part in program.layers if part.dtype)}
     if any(isinstance(a, Step) and a.forward == "autocast" for a in program.actions):
         names.add("bfloat16")
-    by_type = {"float64": 1e-7, "float32": 2e-3, "bfloat16": 0.15}
+    by_type = {"float64": 1e-7, "float32": 2e-3, "float16": 0.15, "bfloat16": 0.15}
     return max(*(by_type[n] for n in names), *(KINDS[o.kind].rough for o in program.optimizers))
 
 

@@ -15,6 +15,7 @@ from tests.fuzz.program import Layer, Program
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
+    "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
 

@@ -15,8 +15,10 @@ MODES = {
     "overlap": {"ranks": 2, "schedule": "layerwise", "changing": False},
     "changing": {"ranks": 2, "schedule": "auto"},
     "mixed": {"ranks": 3, "schedule": "hybrid"},
+    "alone": {"ranks": 1, "schedule": "auto"},
 }
-"""How messages leave: each during backward; by plans that change; some tensors decoupled."""
+"""How messages leave: each during backward; by plans that change; some tensors decoupled; one rank
+sends none."""
 
 LAST = Layer("linear without bias")
 USUAL = (Layer("linear"), Layer("wide", size=7), LAST)
@@ -120,6 +122,8 @@ def cases() -> dict[str, Case]:
     for kind in ("embedding", "sparse embedding"):
         add(kind, steps(), (Layer(kind, size=50), LAST))
     add("element types", steps(6), (Layer("linear", dtype="float32"), LAST))
+    halves = (Layer("linear", dtype="float16"), Layer("linear", dtype="bfloat16"))
+    add("element types of 16 bits", steps(6), (*halves, Layer("linear", dtype="float32"), LAST))
     for checkpoint in ("plain", "reentrant"):
         add(checkpoint, steps(), (Layer("linear"), Layer("linear", checkpoint=checkpoint), LAST))
     for forward in ("twice", "functional"):
@@ -135,9 +139,33 @@ def cases() -> dict[str, Case]:
         add(f"scheduler {scheduler}", steps(), scheduler=scheduler)
     loaded = [Act("reload"), Act("broadcast"), *steps()]
     add("scheduler and loaded state", loaded, scheduler="before")
+    some = ((1, 0, 1), (0, 1, 1), (1, 1, 1))
     for gradients in ("sync", "clip"):
-        left_out = [Step(gradients=gradients, leave_out=k % 4 == 3) for k in range(8)]
+        left_out = [
+            Step(gradients=gradients, leave_out=k % 4 == 3, passes=some[k % 3]) for k in range(12)
+        ]
         add(f"left out after {gradients}", left_out)
+    for norm_type in (1.0, 2.0, 3.0, float("inf")):
+        limits = [
+            Step(
+                gradients="clip",
+                max_norm=(1e-3, 1e3)[k % 2],
+                norm_type=norm_type,
+                passes=(int(k % 4 < 3), 1, int(k % 4 < 3)),
+            )
+            for k in range(8)
+        ]
+        add(f"clipped by norm {norm_type}", limits, (Layer("complex"), *USUAL), kind="adamw")
+    for hooks in ("pre", "post", "both", "change"):
+        add(f"step hooks: {hooks}", [*steps(4), Act("reload"), *steps(4)], step_hooks=hooks)
+    for zero in ("optimizer", "zeros"):
+        add(f"inference mode, {zero}", steps(8, zero=zero, inference=True), kind="sgd")
+    moved = [Step(gradients="sync share" if k % 5 == 2 else "sync look") for k in range(12)]
+    add("averages moved to shared memory", moved)
+    twice = [Step(zero="loop", gradients="clip" if k % 3 else "", again=True) for k in range(8)]
+    add("stepped twice", twice, kind="adam")
+    clipped = steps(4, zero="model", gradients="clip")
+    add("parameter removed", [*clipped, Act("remove"), *clipped], kind="sgd")
     return found
 
 
@@ -150,10 +178,8 @@ def cases_of_gradients() -> dict[str, Case]:
 
     every = [Step(gradients=way, passes=(1, int(k % 4 < 3), 1)) for k, way in enumerate(WAYS)]
     add("changed after averaging", every, kind="adamw")
-    for norm_type in (1.0, 3.0, float("inf")):
-        limits = [Step(gradients="clip", max_norm=m, norm_type=norm_type) for m in (1e-3, 1e3) * 4]
-        add(f"clipped by norm {norm_type}", limits, (Layer("complex"), *USUAL), kind="adamw")
-    add("clipped where ranks have no elements", steps(4, gradients="clip"), (Layer("scalar"),))
+    few = [Step(gradients="clip", norm_type=n) for n in (2.0, float("inf")) * 3]
+    add("clipped where ranks have no elements", few, (Layer("scalar"),))
     for way in ("scale", "data", "replace", "clamp"):
         touched = [Step(gradients=f"touch {way}" if k in (3, 6) else "") for k in range(9)]
         add(f"touched by {way}", touched)
@@ -161,12 +187,15 @@ def cases_of_gradients() -> dict[str, Case]:
     for scaler in ("plain", "unscale", "clip", "own clip"):
         some = [Step(scaler=scaler, infinite_on=(-1, 0, -1, 1, -1)[k % 5]) for k in range(10)]
         add(f"scaler, {scaler}", some, kind="fused adam")
+    skipped = [
+        Step(scaler="plain", zero="model", infinite_on=(-1, 1, -1)[k % 3], passes=some)
+        for k, some in enumerate([(1, 1, 1), (1, 1, 1), (1, 0, 0)] * 4)
+    ]
+    add("scaler, and some have no gradients after a skipped step", skipped)
     add("carried and clipped", carried())
     add("unscaled too early", [*steps(2), Step(scaler="bare")] * 2)
     add("assigned", [Step(assigned=True, zero=("optimizer", "zeros")[k % 2]) for k in range(8)])
     add("sums", [Step(gradients=("", "sync clip")[k % 2]) for k in range(8)], op="sum")
-    for hooks in ("pre", "post", "both"):
-        add(f"step hooks: {hooks}", steps(), step_hooks=hooks)
     hooked = [Layer("linear", hook=how) for how in ("tensor", "in place", "replace", "look")]
     add("hooks", steps(8), [*hooked, Layer("linear", hook="module"), LAST])
     for error in ("forward", "backward", "retry"):
@@ -248,7 +277,9 @@ def programs(mode: str) -> list[Program]:
     how = dict(MODES[mode])
     ranks, schedule = how.pop("ranks"), how.pop("schedule")
     usual = {"kind": "momentum", "schedule": schedule}
-    chosen = cases() | (further_cases() if mode == "changing" else cases_of_gradients())
+    chosen = cases_of_gradients() if mode != "changing" else further_cases()
+    if mode != "alone":
+        chosen = cases() | chosen
     return [
         Program(
             seed=7,

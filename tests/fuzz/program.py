@@ -61,7 +61,7 @@ class Optimizer:
     rates: str = ""
     """How its rate goes: empty for steps of 0.7, or ``cosine``, ``one cycle``, ``chained``."""
     step_hooks: str = ""
-    """``pre``, ``post`` or ``both``."""
+    """``pre``, ``post`` or ``both`` observe; ``change`` clips gradients and scales parameters."""
     sparse: bool = False
     """Whether sparse gradients stay sparse; else they are made dense."""
 
@@ -105,6 +105,10 @@ class Step:
     """``call``, ``functional``, ``compiled``, ``autocast`` or ``twice``."""
     compiled: bool = False
     """Whether the optimizer's step is called by a function that is compiled."""
+    inference: bool = False
+    """Whether ranks step in inference mode."""
+    again: bool = False
+    """Whether a second step takes the same gradients."""
     penalty: bool = False
     """A gradient penalty: backward through a backward."""
     assigned: bool = False

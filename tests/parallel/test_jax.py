@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("jax")
 
-from tests.parallel.programs.jax.equality import WAYS
 from tests.parallel.programs.jax.program import check
-from tests.parallel.runs import JOB_S, Job, Outcome, outcome
+from tests.parallel.runs import Job, Outcome, outcome
 from tests.support import launcher
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(840)]
@@ -24,22 +23,9 @@ REPLANNED = (
     "equal_exchanges_wherever_they_are",
     "scan_whose_gradient_does_not_change",
     "schedules",
+    "optimizer_in_a_program",
 )
 """Checks that also run while plans change, on three ranks; and in `make test-quick`."""
-
-
-@pytest.mark.parametrize(("way", "schedule"), WAYS)
-@pytest.mark.parametrize("ranks", [1, 3])  # two: test_program; four: the contract of backends
-def test_equals_one_process(ranks: int, way: str, schedule: str) -> None:
-    found = outcome("jax/equality", ranks, timeout=JOB_S)
-    assert found.run.rc == 0, found.run
-    for rows in found.ranks:
-        (row,) = [r for r in rows if (r["way"], r["schedule"]) == (way, schedule)]
-        assert row["difference"] <= 2e-6, row
-        assert row["losses"] <= 2e-6, row
-        assert row["moved"] > 0.1, row
-        assert row["ranks_equal"], row
-        assert row["num_compiled"] == 1, row
 
 
 @pytest.mark.parametrize(
@@ -53,6 +39,12 @@ def test_program(job: Job, name: str) -> None:
 @pytest.mark.parametrize("name", REPLANNED)
 @pytest.mark.parametrize("job", [Job("jax/program", 3, "changing")], ids=str)
 def test_program_while_plans_change(job: Job, name: str) -> None:
+    job.passes(name)
+
+
+@pytest.mark.parametrize("name", REPLANNED[-2:])
+@pytest.mark.parametrize("job", [Job("jax/program", 1, "overlap")], ids=str)
+def test_on_one_rank(job: Job, name: str) -> None:
     job.passes(name)
 
 

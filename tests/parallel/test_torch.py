@@ -32,12 +32,7 @@ MIXED = Job("torch/program", 3, "mixed")
 OF_PLANS = (adapter.mixing, steps.check)
 """Checks whose result could depend on changes of plans."""
 
-ALONE = (
-    "bad_arguments",
-    "clipping_where_a_rank_has_no_elements",
-    "scaler_with_an_infinity_on_one_rank",
-    "lbfgs",
-)
+ALONE = ("bad_arguments", "lbfgs")
 """Checks that also run on one rank."""
 
 

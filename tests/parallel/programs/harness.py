@@ -107,13 +107,21 @@ class Checks:
 
     def __init__(self, *parts: Checks) -> None:
         self.all: dict[str, Check] = {}
+        self.with_own_schedules: set[str] = set()
+        """Checks for which one mode of each number of ranks is enough."""
         for part in parts:
             assert not self.all.keys() & part.all.keys()
             self.all.update(part.all)
+            self.with_own_schedules |= part.with_own_schedules
 
     def __call__(self, check: Check) -> Check:
         self.all[check.__name__] = check
         return check
+
+    def by_own_schedules(self, check: Check) -> Check:
+        """Register a check that sets schedules itself."""
+        self.with_own_schedules.add(check.__name__)
+        return self(check)
 
     def main(self) -> None:
         """``program.py OUT MODE [NAME ...]``."""

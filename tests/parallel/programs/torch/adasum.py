@@ -11,9 +11,19 @@ import torch
 
 import wfbp.horovod.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
-from tests.parallel.programs.torch.training import adamw, mlp, momentum, pair, same, square
+from tests.parallel.programs.torch.training import (
+    adamw,
+    agree,
+    data,
+    mlp,
+    momentum,
+    pair,
+    same,
+    square,
+)
 from wfbp.errors import DisagreementError
 from wfbp.horovod.torch.adasum import adasum
+from wfbp.runtime import process
 
 check = Checks()
 
@@ -190,3 +200,38 @@ def programs_without_a_warning() -> None:
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()
+
+
+@check
+def adasum_and_joining() -> None:
+    """A change that lacks that of a rank without data is refused."""
+    if wfbp.size() & (wfbp.size() - 1):
+        return
+    # A fresh runtime: tracebacks of errors that earlier checks expect may keep optimizers alive on
+    # some ranks, and join() would wait for the others to step them.
+    usual = process.current("the check").config
+    wfbp.shutdown()
+    wfbp.init(config=usual)
+    model, _ = pair()
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Adasum)
+    for step in range(1 + (wfbp.rank() > 0)):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        if step == 0:
+            optimizer.step()
+            agree(model)
+        else:
+            raises(DisagreementError, "by hvd.Adasum", "rank 0 called join()", act=optimizer.step)
+    wfbp.join()
+
+
+@check
+def adasum_and_scaling() -> None:
+    """A scaler, which would skip the step of one rank alone, is refused on every rank."""
+    if wfbp.size() & (wfbp.size() - 1):
+        return
+    model, _ = pair()
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Adasum)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(data(0, wfbp.rank(), 4, 5)).square().mean()).backward()
+    raises(RuntimeError, "train without it", act=lambda: scaler.step(optimizer))

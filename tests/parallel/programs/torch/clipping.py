@@ -18,7 +18,6 @@ from tests.parallel.programs.torch.training import (
     data,
     mlp,
     momentum,
-    same,
     square,
     twins,
 )
@@ -89,25 +88,6 @@ def named_operations_between_hooks_and_step() -> None:
         optimizer.step()
 
 
-@check
-def clipping_by_the_optimizer() -> None:
-    """Norms of averages in shards, clipped and unclipped, with and without gradients."""
-
-    def backward(net: nn.Module, rank: int, step: int) -> None:
-        if step % 4 != 3 or rank == 1:
-            square(net, rank, step)
-
-    for norm_type in (2.0, 1.0, float("inf")):
-        both = twins(adamw)
-        for step in range(12):
-            both.optimizer.zero_grad()
-            both.backward(step, backward)
-            norm, wanted = both.clip(1e-3 if step % 3 else 1e3, norm_type)
-            both.update()
-            same(norm.double(), wanted, "norm", 1e-6)
-            both.compare(f"norm {norm_type}, step {step}", 1e-6)
-
-
 CHANGES: dict[str, Callable[[torch.Tensor], None]] = {
     "in place": lambda p: p.grad.mul_(0.5),
     "data": lambda p: p.grad.data.clamp_(-1e-4, 1e-4),
@@ -174,24 +154,6 @@ def clipping_a_norm_that_is_no_number() -> None:
     states = wfbp.allgather_object([p.detach().tolist() for p in model.parameters()])
     assert all(state == states[0] for state in states)
     assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-@check
-def clipping_where_a_rank_has_no_elements() -> None:
-    """Shards of so small a model are empty on all ranks but the first."""
-    torch.manual_seed(4)
-    both = twins(model=nn.Linear(3, 1))
-
-    def backward(net: nn.Module, rank: int, step: int) -> None:
-        net(data(step, rank, 4, 3).float()).square().mean().backward()
-
-    for step in range(8):
-        both.optimizer.zero_grad()
-        both.backward(step, backward)
-        norm, wanted = both.clip(0.1, float("inf") if step % 2 else 2.0)
-        both.update()
-        same(norm, wanted, "norm", 1e-5)
-        both.compare(f"step {step}", 1e-5)
 
 
 @check

@@ -11,56 +11,9 @@ from torch import nn
 import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
-from tests.parallel.programs.torch.training import mlp, momentum, square, twins
+from tests.parallel.programs.torch.training import square, twins
 
 check = Checks()
-
-
-def count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-@check
-def step_hooks_run_once_a_step() -> None:
-    model = mlp(5, 7, 7, 3)
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    seen: list[tuple[str, int]] = []
-    optimizer.register_step_pre_hook(lambda o, *_, s=seen: s.append(("before", count(o))))
-    optimizer.register_step_post_hook(lambda o, *_, s=seen: s.append(("after", count(o))))
-    for step in range(10):
-        if step == 6:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        seen.clear()
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        list(model.parameters())
-        assert seen == [("before", 6), ("after", 6)], (step, seen)
-
-
-@check
-def step_hooks_see_what_one_process_would() -> None:
-    """Averages before, parameters up to date afterwards; both may be changed."""
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        params = list(parameters)
-        optimizer = momentum(params)
-
-        def before(*_: Any) -> None:
-            nn.utils.clip_grad_norm_(params, 1e-2)
-
-        def after(*_: Any) -> None:
-            with torch.no_grad():
-                torch._foreach_mul_(params, 0.9)
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
-        return optimizer
-
-    both = twins(make, mlp(5, 7, 7, 3))
-    for step in range(12):
-        both.step(step)
-        both.compare(f"step {step}", 1e-11)
 
 
 def total_norm(model: nn.Module) -> float:

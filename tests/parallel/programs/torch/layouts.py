@@ -35,30 +35,6 @@ def unfrozen_on_one_rank_only() -> None:
     check_training(model, backward, adamw, steps=14)
 
 
-@check
-def mixed_element_types() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-            self.weights = nn.ParameterList(
-                nn.Parameter(torch.randn(3 + k % 4, 3).to(kinds[k % 4])) for k in range(8)
-            )
-
-        def forward(self, rank: int, step: int) -> torch.Tensor:
-            terms = [
-                (w * data(step, rank, *w.shape).to(w.dtype)).double().square().sum()
-                for w in self.weights
-            ]
-            return torch.stack(terms).sum()
-
-    def backward(model: nn.Module, rank: int, step: int) -> None:
-        model(rank, step).backward()
-
-    # Averages are rounded once to 8 bits: a step of one unit in the last place is allowed.
-    check_training(Mixed(), backward, partial(torch.optim.SGD, lr=0.01), tolerance=2.0**-7, steps=6)
-
-
 class Waves(nn.Module):
     """Complex parameters of several kinds between real ones."""
 

@@ -16,13 +16,17 @@ import torch
 
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import Checks
-from tests.parallel.programs.torch.defects import SCHEDULES, Descent, agree, assign, refused
 from tests.parallel.programs.torch.training import (
+    SCHEDULES,
+    Descent,
     Twins,
+    agree,
+    assign,
     averaged,
     check_training,
     data,
     pair,
+    refused,
     square,
     twins,
 )
@@ -524,20 +528,6 @@ def closures_with_arguments() -> None:
         both.equal(f"step {step}")
         for loss in losses:
             assert len(set(map(float, wfbp.allgather(loss.detach().reshape(1))))) == 1
-
-
-@check
-def steps_in_inference_mode() -> None:
-    for schedule in SCHEDULES:
-        for set_to_none in (True, False):
-            both = twins(functools.partial(torch.optim.SGD, lr=0.1), schedule=schedule)
-            for step in range(2 * STEPS):
-                both.optimizer.zero_grad(set_to_none=set_to_none)
-                square(both.model, wfbp.rank(), step)
-                with torch.inference_mode():
-                    both.optimizer.step()
-                both.follow(step)
-                both.equal(f"{schedule}, step {step}")
 
 
 class Given(Descent):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -19,50 +18,6 @@ from tests.parallel.programs.torch.training import (
 )
 
 check = Checks()
-
-
-def scaled(
-    explicit: bool, infinite: tuple[int, ...], autocast: bool
-) -> tuple[nn.Module, list[float]]:
-    """Train with a gradient scaler; in some steps rank 0's loss is infinite."""
-    torch.manual_seed(5)
-    both = twins(partial(torch.optim.Adam, lr=0.01, fused=True), mlp(5, 7, 3).float())
-    model, optimizer = both[:2]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
-    scales = []
-    for step in range(12):
-
-        def loss_of(net: nn.Module, rank: int, step: int = step) -> torch.Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                loss = net(data(step, rank, 4, 5, dtype=torch.float32)).square().mean()
-            return loss * float("inf") if step in infinite and rank == 0 else loss
-
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, wfbp.rank())).backward()
-        if explicit:
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1e3)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-        else:
-            scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-        if step not in infinite:
-            both.follow(step, lambda m, r, s: loss_of(m, r).backward())
-        both.equal(f"step {step}", 1e-5)
-    return model, scales
-
-
-@check
-def scaler_with_an_infinity_on_one_rank() -> None:
-    for explicit in (False, True):
-        model, scales = scaled(explicit, infinite=(1, 5, 6), autocast=not explicit)
-        everybody = wfbp.allgather_object(scales)
-        assert everybody == [scales] * wfbp.size(), everybody
-        assert min(scales) < 1024.0, scales
-        assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 def rounded(

@@ -11,14 +11,16 @@ from tests.parallel.programs.torch import (
     adapter,
     adasum,
     collectives,
-    defects,
     disagreements,
+    gradient_memory,
     named_operations,
     own_methods,
     rebuilding,
+    scripts_and_forks,
     state,
     training_in_sets,
     uneven_data,
+    user_optimizers,
 )
 
 check = Checks(
@@ -31,7 +33,9 @@ check = Checks(
     adasum.check,
     uneven_data.check,
     state.check,
-    defects.check,
+    user_optimizers.check,
+    gradient_memory.check,
+    scripts_and_forks.check,
     own_methods.check,
 )
 

@@ -24,7 +24,6 @@ from tests.parallel.programs.torch.training import (
     pair,
     same,
     square,
-    twins,
 )
 
 check = Checks()
@@ -64,55 +63,6 @@ def changes_between_averaging_and_stepping_are_errors() -> None:
             raises(RuntimeError, "call it after step()", act=partial(act, optimizer))
         optimizer.step()
         act(optimizer)
-
-
-@check
-def a_step_left_out_after_averaging() -> None:
-    """``zero_grad()`` ends it, on ranks with and without gradients."""
-    both = twins()
-    optimizer = both.optimizer
-
-    def backward(net: nn.Module, rank: int, step: int) -> None:
-        if (step + rank) % 3:
-            square(net, rank, step)
-
-    for step in range(16):
-        backward(both.model, wfbp.rank(), step)
-        if step % 4 == 3:
-            optimizer.synchronize() if step % 8 == 3 else optimizer.clip_grad_norm_(1.0)
-        else:
-            optimizer.step()
-            both.follow(step, backward)
-            both.compare(f"step {step}")
-        optimizer.zero_grad()
-
-
-@check
-def steps_that_the_scaler_skips() -> None:
-    """The program forgets gradients by itself, and some ranks have none in the next step."""
-    both = twins(model=mlp(5, 7, 3).float())
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-
-    def loss_of(net: nn.Module, rank: int, step: int) -> torch.Tensor:
-        loss: torch.Tensor = net(data(step, rank, 4, 5, dtype=torch.float32)).square().mean()
-        return loss * float("inf") if step % 3 == 1 and rank == 1 else loss
-
-    def backward(net: nn.Module, rank: int, step: int) -> None:
-        if step % 3 != 2 or rank == step % wfbp.size():
-            loss_of(net, rank, step).backward()
-
-    for step in range(18):
-        present = step % 3 != 2 or wfbp.rank() == step % wfbp.size()
-        both.model.zero_grad()
-        if present:
-            scaler.scale(loss_of(both.model, wfbp.rank(), step)).backward()
-        else:
-            scaler.scale(torch.zeros(()))
-        scaler.step(both.optimizer)
-        scaler.update()
-        if step % 3 != 1:
-            both.follow(step, backward)
-        both.equal(f"step {step}", 1e-5)
 
 
 @check
@@ -186,27 +136,6 @@ def zero_grad_discards_a_part() -> None:
         optimizer.zero_grad()
 
     check_training(mlp(5, 7, 3), square, momentum, zero=zero)
-
-
-@check
-def gradients_stay_the_same_tensors() -> None:
-    """A program may keep a list of them if they are zeroed in place."""
-    both = twins(schedule="layerwise")
-    model, optimizer = both[:2]
-    held: list[torch.Tensor] = []
-    for step in range(12):
-        if held:
-            torch._foreach_zero_(held)
-        square(model, wfbp.rank(), step)
-        optimizer.synchronize()
-        if step == 8:
-            held = [p.grad for p in model.parameters() if p.grad is not None]
-        both.step_synchronized()
-        both.follow(step)
-        if not held:
-            optimizer.zero_grad()
-        assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=False))
-    both.compare("at the end")
 
 
 @check

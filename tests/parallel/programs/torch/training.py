@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from mpi4py import MPI
 
 import wfbp
 import wfbp.torch
@@ -273,3 +274,58 @@ class Branches(torch.nn.Module):
 def passes(model: torch.nn.Module, rank: int, step: int, count: int) -> None:
     for k in range(count):
         (model(data(10 * step + k, rank, 4, 5)).square().mean() / count).backward()
+
+
+SCHEDULES = ("independent", "auto")
+"""For checks that set schedules themselves: one that decouples every tensor, and the usual one."""
+
+
+class Descent(torch.optim.Optimizer):
+    """Plain gradient descent, as a user writes it."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-self.rate(group))
+        return loss
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return float(group["lr"])
+
+
+def agree(model: torch.nn.Module, where: str = "") -> None:
+    """All ranks have the same parameters."""
+    for name, param in model.named_parameters():
+        for theirs in MPI.COMM_WORLD.allgather(param.detach().clone()):
+            same(param.detach(), theirs, f"{where} {name} of two ranks")
+
+
+def refused(act: Callable[[], object], *parts: str) -> bool:
+    """Whether an action raises an error with these parts on every rank; fails if only some do."""
+    problem = ""
+    try:
+        act()
+    except (RuntimeError, ValueError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    problems = MPI.COMM_WORLD.allgather(problem)
+    assert all(problems) or not any(problems), f"only some ranks raised: {problems}"
+    for part in parts if problem else ():
+        assert part in problem, f"{part!r} is not in {problem}"
+    return bool(problem)
+
+
+def assign(model: torch.nn.Module, rank: int, step: int, how: str = "replaced") -> None:
+    """Set gradients as ``torch.autograd.grad`` returns them, without a hook."""
+    params = list(model.parameters())
+    loss = model(data(step, rank, 4, 5)).square().mean()
+    for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+        if how == "replaced" or p.grad is None:
+            p.grad = grad
+        else:  # PyTorch counts no changes of ``data``
+            (p.grad.data if how == "data" else p.grad).copy_(grad)
