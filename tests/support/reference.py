@@ -22,24 +22,6 @@ def all_partitions(num_tensors: int) -> Iterator[tuple[int, ...]]:
             yield (*cut, num_tensors)
 
 
-def wall_clock_finish(
-    ends: Sequence[int], ready: Sequence[float], sizes: Sequence[int], cost: CostModel, kappa: float
-) -> float:
-    """Step from event to event on the wall clock; compute is slowed while the channel is busy."""
-    now = done = 0.0
-    start = 0
-    for end in ends:
-        if done < ready[end - 1]:  # the channel idles until the run's last gradient exists
-            now += ready[end - 1] - done
-            done = ready[end - 1]
-        seconds = cost(sum(sizes[start:end]))
-        to_go = ready[-1] - done
-        done += min(seconds / (1 + kappa), max(to_go, 0.0))
-        now += seconds
-        start = end
-    return now
-
-
 def finishes(
     ready: Sequence[float], sizes: Sequence[int], cost: CostModel, kappa: float
 ) -> tuple[np.ndarray, np.ndarray]:

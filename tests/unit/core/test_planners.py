@@ -195,3 +195,11 @@ def test_real_models_come_near_the_bound_with_few_groups(path: Path) -> None:
         assert lower_bound_s(trace, costs) <= exact.iteration_s * (1 + 1e-12)
         assert 1.0 <= exact.ratio_to_lower_bound < 1.35
         assert len(exact.groups) <= 20
+
+
+@pytest.mark.parametrize("tolerance", [-1e-3, float("nan"), float("inf")])
+@pytest.mark.parametrize("schedule", ["oasr", "hybrid", "independent"])
+def test_tolerance_must_be_a_finite_number(schedule: str, tolerance: float) -> None:
+    costs = Costs(LinearCost(1.0, 0.0))
+    with pytest.raises(ValueError, match=r"tolerance: (expected a finite|too large)"):
+        plan(schedule, uniform(3, 1.0), costs, tolerance=tolerance)

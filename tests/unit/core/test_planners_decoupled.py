@@ -75,52 +75,6 @@ def test_independent_equals_brute_force_on_both_sides(num_tensors: int, linear: 
         assert chosen <= best * (1 + 1e-3 + 1e-9)
 
 
-@pytest.mark.parametrize("kappa", [0.0, 0.6])
-def test_phases_are_apart(kappa: float) -> None:
-    """What the mirrored programme says of forward is what forward takes, step by step."""
-    rng = random.Random(8)
-    for _ in range(200):
-        trace = reference.random_trace(rng, rng.randint(1, 9))
-        costs = random_costs(rng, rng.random() < 0.5, kappa)
-        cuts = [
-            (*sorted(rng.sample(range(1, n), rng.randint(0, n - 1))), n)
-            for n in (len(trace.tensors),) * 2
-        ]
-        made = decoupled(trace, cuts[0], cuts[1])
-        backward = reference.wall_clock_finish(
-            cuts[0],
-            trace.ready_times_s,
-            trace.backward_bytes,
-            costs.of(Operation.REDUCE_SCATTER),
-            kappa,
-        )
-        forward = stepped_forward(trace, cuts[1], costs)
-        assert iteration_s(made, trace, costs) == pytest.approx(
-            backward + forward + trace.other_s, rel=1e-11
-        )
-
-
-def stepped_forward(trace: Trace, ends: tuple[int, ...], costs: Costs) -> float:
-    """Forward tensor by tensor on the wall clock."""
-    last = len(trace.tensors)
-    gather = costs.of(Operation.ALL_GATHER)
-    sizes = [t.spec.nbytes for t in trace.tensors]
-    arrival_s, now_s = {}, 0.0
-    borders = sorted(last - end for end in (0, *ends))
-    for start, end in pairwise(borders):
-        now_s += gather(sum(sizes[start:end]))
-        arrival_s.update(dict.fromkeys(range(start, end), now_s))
-    channel_s, now_s = now_s, 0.0
-    for k, tensor in enumerate(trace.tensors):
-        now_s = max(now_s, arrival_s[k])
-        slow_s = max(channel_s - now_s, 0.0)
-        if tensor.forward_s * (1 + costs.kappa) <= slow_s:
-            now_s += tensor.forward_s * (1 + costs.kappa)
-        else:
-            now_s += slow_s + tensor.forward_s - slow_s / (1 + costs.kappa)
-    return now_s
-
-
 def test_dear_shares_its_groups_between_the_phases() -> None:
     rng = random.Random(5)
     for _ in range(40):

@@ -126,11 +126,3 @@ def test_measured_curves_on_a_large_model() -> None:
     exact = iteration_s(plan("hybrid", trace, Costs(line)), trace, Costs(line))
     found = iteration_s(plan("hybrid", trace, Costs(curve)), trace, Costs(line))
     assert found == pytest.approx(exact, rel=5e-3)
-
-
-@pytest.mark.parametrize("tolerance", [-1e-3, float("nan")])
-@pytest.mark.parametrize("schedule", ["hybrid", "independent"])
-def test_tolerance_must_be_a_finite_number(schedule: str, tolerance: float) -> None:
-    trace = reference.random_trace(random.Random(0), 3)
-    with pytest.raises(ValueError, match="tolerance: expected a finite number of at least 0"):
-        plan(schedule, trace, Costs(LinearCost(1.0, 0.0)), tolerance=tolerance)

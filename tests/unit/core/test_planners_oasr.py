@@ -22,10 +22,11 @@ from wfbp.runtime.tuning.candidates import sent_fastest
 oasr = PLANNERS["oasr"].planner
 
 
-def check_against_all_partitions(
-    trace: Trace, costs: Costs, fewest_is_exact: bool = True
-) -> tuple[int, int]:
-    """The optimum, the tolerance and the fewest groups; returns groups found and groups needed."""
+def check_against_all_partitions(trace: Trace, costs: Costs, fewest_is_exact: bool) -> None:
+    """The optimum, the tolerance and the fewest groups.
+
+    For curves under interference ``oasr`` promises not quite the fewest: planning.md tells of it.
+    """
     finish, runs = reference.finishes(
         trace.ready_times_s, trace.backward_bytes, costs.all_reduce, costs.kappa
     )
@@ -36,40 +37,21 @@ def check_against_all_partitions(
     chosen_s = timeline(chosen, trace, costs).iteration_s
     assert chosen_s <= iteration.min() * (1 + 1e-3 + 1e-9)
     needed = int(runs[iteration <= iteration.min() * (1 + 1e-3 - 1e-9)].min(initial=99))
+    assert len(chosen.groups) <= needed + (not fewest_is_exact)
     if fewest_is_exact:
-        assert len(chosen.groups) <= needed
         assert chosen_s <= iteration[runs <= len(chosen.groups)].min() * (1 + 2e-6)
-    return len(chosen.groups), needed
 
 
+@pytest.mark.parametrize("interferes", [False, True], ids=["alone", "interference"])
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "piecewise"])
-@pytest.mark.parametrize("num_tensors", [1, 2, 3, 5, 8, 10])
-def test_equals_brute_force(num_tensors: int, linear: bool) -> None:
+@pytest.mark.parametrize("num_tensors", [1, 2, 3, 5, 7, 9, 10])
+def test_equals_brute_force(num_tensors: int, linear: bool, interferes: bool) -> None:
     rng = random.Random(1000 * num_tensors + linear)
     for _ in range(150):
         trace = reference.random_trace(rng, num_tensors)
-        check_against_all_partitions(trace, Costs(reference.random_cost(rng, linear)))
-
-
-@pytest.mark.parametrize("num_tensors", [2, 3, 5, 7, 9])
-def test_equals_brute_force_under_interference_for_linear_cost(num_tensors: int) -> None:
-    rng = random.Random(num_tensors)
-    for _ in range(150):
-        trace = reference.random_trace(rng, num_tensors)
-        costs = Costs(reference.random_cost(rng, True), kappa=0.01 + rng.random() * 2)
-        check_against_all_partitions(trace, costs)
-
-
-@pytest.mark.parametrize("num_tensors", [2, 3, 5, 7, 9])
-def test_equals_brute_force_under_interference_for_curves(num_tensors: int) -> None:
-    rng = random.Random(100 + num_tensors)
-    more = 0
-    for _ in range(150):
-        trace = reference.random_trace(rng, num_tensors)
-        costs = Costs(reference.random_cost(rng, False), kappa=0.01 + rng.random() * 2)
-        found, needed = check_against_all_partitions(trace, costs, fewest_is_exact=False)
-        more += found > needed
-    assert more == 0  # oasr's docstring does not promise it; planning.md tells of it
+        kappa = 0.01 + rng.random() * 2 if interferes else 0.0
+        costs = Costs(reference.random_cost(rng, linear), kappa=kappa)
+        check_against_all_partitions(trace, costs, linear or not interferes)
 
 
 @pytest.mark.parametrize("kappa", [0.0, 0.7])
@@ -141,13 +123,6 @@ def _whole_runs_s(trace: Trace, costs: Costs, ends: tuple[int, ...]) -> float:
         finish += sum(costs.all_reduce(nbytes) for nbytes in by_dtype.values())
         start = end
     return reference.fixed_s(trace) + finish
-
-
-@pytest.mark.parametrize("tolerance", [-1e-3, float("nan"), float("inf")])
-def test_tolerance_must_be_a_finite_number(tolerance: float) -> None:
-    trace = reference.random_trace(random.Random(0), 3)
-    with pytest.raises(ValueError, match=r"tolerance: (expected|too large)"):
-        oasr(trace, Costs(LinearCost(1.0, 0.0)), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "piecewise"])

@@ -118,14 +118,3 @@ def test_a_window_needs_room() -> None:
     plan = Plan("one", (TensorSpec("a", (), "float32"),), (Group((0,)),))
     with pytest.raises(ValueError, match="window is 0"):
         Sequencer(plan, 0)
-
-
-def test_ranks_with_different_arrivals_start_the_same_groups() -> None:
-    specs = tuple(TensorSpec(f"t{k}", (1,), "float32") for k in range(6))
-    plan = Plan("pairs", specs, (Group((5, 4)), Group((3, 2)), Group((1, 0))))
-    orders = []
-    for seed in range(20):
-        driver = Driver(plan, 2, random.Random(seed))
-        driver.step()
-        orders.append(driver.started)
-    assert orders == [[0, 1, 2]] * 20

@@ -1,4 +1,4 @@
-"""The prediction of an iteration against stepping through it."""
+"""The prediction of an iteration by hand, and against a simulation event by event."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from itertools import pairwise
 import pytest
 
 from tests.support import reference
+from tests.support.simulation import simulate
+from tests.unit.core.test_planners_decoupled import random_costs
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Group, Plan
 from wfbp.core.planners import PLANNERS, plan
-from wfbp.core.planners.partition import plan_of_runs
 from wfbp.core.timeline import iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, TensorSpec
@@ -55,51 +56,6 @@ def test_by_hand_under_interference() -> None:
     assert found.iteration_s == 11.5
     assert found.exposed_s == 4.0
     assert [g.exposed_s for g in found.groups] == [0.0, 0.0, 2.0]
-
-
-def test_without_overlap_all_leave_when_backward_ends() -> None:
-    for kappa in (0.0, 0.8):
-        trace, costs = small_trace(), Costs(LinearCost(1.0, 0.1), kappa=kappa)
-        found = timeline(replace(plan("layerwise", trace, costs), overlap=False), trace, costs)
-        assert [(g.ready_s, g.start_s, g.end_s) for g in found.groups] == [
-            (4.0, 4.0, pytest.approx(6.0)),
-            (4.0, pytest.approx(6.0), pytest.approx(8.0)),
-            (4.0, pytest.approx(8.0), pytest.approx(10.0)),
-        ]
-        assert found.backward_end_s == 4.0
-        assert found.exposed_s == pytest.approx(6.0)
-
-
-def test_groups_leave_in_the_order_of_the_plan() -> None:
-    trace, costs = small_trace(), Costs(LinearCost(1.0, 0.1))
-    late_first = Plan("hand", trace.specs, (Group((0,)), Group((2, 1))))
-    assert [(g.start_s, g.end_s) for g in timeline(late_first, trace, costs).groups] == [
-        (4.0, 6.0),
-        (6.0, 9.0),
-    ]
-
-
-@pytest.mark.parametrize("linear", [True, False], ids=["linear", "piecewise"])
-def test_equals_stepping_from_event_to_event(linear: bool) -> None:
-    rng = random.Random(linear)
-    for _ in range(500):
-        num_tensors = rng.randint(1, 9)
-        trace = reference.random_trace(rng, num_tensors)
-        costs = Costs(reference.random_cost(rng, linear), kappa=reference.random_kappa(rng))
-        cuts = rng.sample(range(1, num_tensors), rng.randint(0, num_tensors - 1))
-        ends = (*sorted(cuts), num_tensors)
-        made = plan_of_runs("hand", trace, ends)
-        finish = reference.wall_clock_finish(
-            ends, trace.ready_times_s, trace.backward_bytes, costs.all_reduce, costs.kappa
-        )
-        found = timeline(made, trace, costs)
-        assert found.iteration_s == pytest.approx(finish + reference.fixed_s(trace), rel=1e-11)
-        assert iteration_s(made, trace, costs) == found.iteration_s
-        assert found.exposed_s >= 0
-        for before, after in pairwise(found.groups):
-            assert before.end_s <= after.start_s
-        for group in found.groups:
-            assert group.ready_s <= group.start_s + 1e-12
 
 
 def test_interference_never_helps() -> None:
@@ -184,7 +140,57 @@ def test_exposed_messages_add_up(schedule: str) -> None:
         assert sum(g.exposed_s for g in found.groups) == pytest.approx(found.exposed_s, abs=1e-9)
 
 
-def test_a_gather_out_of_order_makes_all_wait() -> None:
-    trace = small_trace()
-    costs = Costs(LinearCost(9.0, 9.0), LinearCost(2.0, 0.0), LinearCost(0.0, 0.1))
-    assert iteration_s(decoupled(trace, ((2,), (1,), (0,))), trace, costs) == 6.0 + 0.5 + 6.0
+def random_plan(rng: random.Random, trace: Trace) -> Plan:
+    """Groups in any order, of any mode; gathers in any order."""
+    order = list(range(len(trace.tensors)))
+    if rng.random() < 0.5:
+        order.reverse()
+    else:
+        rng.shuffle(order)
+    groups = [
+        Group(members, rng.choice([Operation.ALL_REDUCE, Operation.REDUCE_SCATTER]))
+        for members in cut(rng, order)
+    ]
+    gathered = [k for g in groups if g.operation is Operation.REDUCE_SCATTER for k in g.tensors]
+    rng.shuffle(gathered)
+    gathers = (Group(m, Operation.ALL_GATHER) for m in cut(rng, gathered))
+    return Plan("any", trace.specs, (*groups, *gathers), overlap=rng.random() < 0.8)
+
+
+def cut(rng: random.Random, row: list[int]) -> list[tuple[int, ...]]:
+    borders = [k for k in range(1, len(row)) if rng.random() < 0.5]
+    return [tuple(row[a:b]) for a, b in pairwise([0, *borders, len(row)]) if b > a]
+
+
+def check_against_events(made: Plan, trace: Trace, costs: Costs) -> None:
+    """The prediction is what a simulation finds, event by event."""
+    iterations = simulate(made, trace, costs)
+    predicted = timeline(made, trace, costs)
+    assert iteration_s(made, trace, costs) == predicted.iteration_s
+    for iteration in iterations[1:]:
+        took_s = iteration.end_s - iteration.start_s
+        assert took_s == pytest.approx(predicted.iteration_s, rel=1e-9, abs=1e-12)
+    before, last = iterations[-2:]
+    origin_s = before.backward_start_s
+    gathers = len(made.groups) - made.num_backward
+    messages = before.messages[gathers:] + last.messages[:gathers]
+    assert [m.group for m in messages] == list(range(len(made.groups)))
+    for message, group in zip(messages, predicted.groups, strict=True):
+        for at, expected in (
+            (message.ready_s, group.ready_s),
+            (message.start_s, group.start_s),
+            (message.end_s, group.end_s),
+        ):
+            assert at - origin_s == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        assert message.nbytes == group.nbytes
+    ended_s = before.backward_end_s - origin_s
+    assert ended_s == pytest.approx(predicted.backward_end_s, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 0.4, 2.0])
+def test_any_plan_by_events(kappa: float) -> None:
+    rng = random.Random(int(10 * kappa))
+    for _ in range(150):
+        trace = reference.random_trace(rng, rng.randint(1, 9))
+        costs = random_costs(rng, rng.random() < 0.5, kappa)
+        check_against_events(random_plan(rng, trace), trace, costs)

@@ -85,8 +85,11 @@ def test_what_is_known_is_not_measured_again(measured: list[tuple[Operation, int
         Operation.REDUCE_SCATTER,
         Operation.ALL_GATHER,
     }
-    known.ask(99 * MIB, REDUCE, True, None)
+    whole = known.ask(99 * MIB, REDUCE, False, None)
+    assert whole.reduce_scatter is not None, "what is known is told, asked for or not"
+    anew = known.ask(99 * MIB, REDUCE, True, None)
     assert len(measured) == 5
+    assert anew.reduce_scatter is None, "it may be as wrong as what was measured with it"
 
 
 def on_device(free_bytes: int) -> Any:

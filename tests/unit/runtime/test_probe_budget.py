@@ -83,6 +83,9 @@ def test_small_models_are_worth_less_time(monkeypatch: pytest.MonkeyPatch) -> No
         Known().ask(max_bytes, REDUCE, False, None)
     assert budgets[0] < budgets[1] < budgets[2]
     assert budgets[2] <= 1.0  # what Known allows
+    Known().ask(1 << 30, tuple(cost_probe.Operation), False, None)
+    assert len(budgets[3:]) == 3
+    assert sum(budgets[3:]) <= 1.0, "all that is missing shares it"
 
 
 class Busy(CountingLink):

@@ -64,20 +64,6 @@ def test_a_tensor_that_joins_is_reduced_at_once(config: Config) -> None:
         all_well(run_ranks(2, body, config))
 
 
-def test_passes_are_learned_and_unlearned() -> None:
-    def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="layerwise")
-        for step in range(40):
-            passes = 3 if step < 20 else 1
-            trainer.zero()
-            for _ in range(passes):
-                for k in (2, 1, 0):
-                    trainer.accumulate(k, 1.0 + runtime.rank)
-            assert trainer.synchronize() == [1.5 * passes] * 3
-
-    all_well(run_ranks(2, body, STEADY))
-
-
 @pytest.mark.parametrize("wire", ["", "float16"])
 def test_a_gradient_may_grow_where_the_last_average_lay(wire: str) -> None:
     """Also while it is sent, and on some ranks only; compressed, by numbers that float16 holds."""

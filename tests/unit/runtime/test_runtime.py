@@ -13,10 +13,9 @@ import pytest
 
 import wfbp
 from tests.support.local import LocalBackend, LocalWorld
-from tests.support.ranks import all_well, measure_costs, run_ranks
-from wfbp.comm.backend import Backend
+from tests.support.ranks import all_well, run_ranks
 from wfbp.config import Config
-from wfbp.core.types import Operation, TensorSpec
+from wfbp.core.types import TensorSpec
 from wfbp.errors import (
     DisagreementError,
     NotInitializedError,
@@ -101,39 +100,6 @@ def test_exchanges_for_different_purposes() -> None:
         return runtime.channel.exchange(b"on", "SGD" if runtime.rank else "sgd", purpose="stepping")
 
     assert all_well(run_ranks(3, body)) == [[b"on"] * 3] * 3
-
-
-def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a call measures shares the one budget (less than small models are worth here)."""
-    asked: list[tuple[Operation, int, float]] = []
-
-    def measure(
-        backend: Backend, max_bytes: int, *, operation: Operation, budget_s: float, check: object
-    ) -> list[tuple[int, float]]:
-        asked.append((operation, max_bytes, budget_s))
-        return [(4, 1.0 + len(asked)), (max_bytes, 2.0 + len(asked))]
-
-    monkeypatch.setattr("wfbp.runtime.tuning.network.measure_cost", measure)
-    runtime = JobRuntime(LocalWorld(1).backend(0), Config(probe_budget_s=0.15))
-    reduce, scatter, gather = Operation
-    first = measure_costs(runtime, 100)
-    assert asked == [(reduce, 100, 0.15)]
-    assert first.reduce_scatter is first.all_gather is None
-    both = measure_costs(runtime, 100, [gather, scatter])
-    assert asked[1:] == [(scatter, 100, 0.075), (gather, 100, 0.075)]
-    assert both.all_reduce == first.all_reduce
-    assert (both.of(scatter)(4), both.of(gather)(4)) == (3.0, 4.0)
-    assert measure_costs(runtime, 60, (gather,)) == both
-    larger = measure_costs(runtime, 200, (gather,))
-    assert asked[3:] == [(reduce, 200, 0.075), (gather, 200, 0.075)]
-    assert larger.reduce_scatter == both.reduce_scatter
-    anew = measure_costs(runtime, 100, (gather,), anew=True)
-    assert asked[5:] == [(reduce, 100, 0.075), (gather, 100, 0.075)]
-    assert anew.all_reduce != larger.all_reduce
-    assert anew.all_gather != larger.all_gather
-    assert anew.reduce_scatter is None
-    assert measure_costs(runtime, 100, (gather,)) == anew
-    runtime.shutdown()
 
 
 def test_no_notices_are_read_once_the_backend_is_given_back() -> None:
