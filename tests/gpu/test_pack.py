@@ -24,15 +24,6 @@ extern "C" __global__ void dawdle(long long clocks) {
 
 
 @pytest.fixture(scope="module")
-def cupy() -> Any:
-    """CuPy, where it finds a device."""
-    module = pytest.importorskip("cupy")
-    if not module.cuda.is_available():
-        pytest.skip("no CUDA device was found")
-    return module
-
-
-@pytest.fixture(scope="module")
 def kernels(cupy: Any) -> CudaKernels:
     return CudaKernels()
 

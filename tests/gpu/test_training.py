@@ -25,15 +25,6 @@ PROGRAM = Path(__file__).with_name("training_program.py")
 JAX_PROGRAM = Path(__file__).with_name("jax_program.py")
 
 
-@pytest.fixture(scope="module")
-def cupy() -> Any:
-    """CuPy, where it finds a device."""
-    module = pytest.importorskip("cupy")
-    if not module.cuda.is_available():
-        pytest.skip("no CUDA device was found")
-    return module
-
-
 def test_streams_events_and_copies(cupy: Any) -> None:
     device = CupyDevice(0)
     one, other = device.new_stream(), device.new_stream()

@@ -7,27 +7,23 @@ does; writes digests, and what differs.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
 
-import wfbp.jax
 import wfbp.torch as hvd
+from tests.parallel.programs.torch.bits import STEPS, differentiated, digest, reduced
 from tests.support.codec_reference import Reduction
 from tests.support.cores import leave_cores
 from tests.support.hosts import as_on_hosts, in_rows
-from wfbp import GradientReducer
 from wfbp.config import SCHEDULES, read_environment
 from wfbp.core.planners import ALL_REDUCE_SCHEDULES
 from wfbp.runtime import compression_guard
@@ -41,13 +37,8 @@ CONFIG = replace(
     probe_budget_s=0.05,
     replan_threshold=0.0,
 )
-STEPS = 14
 SHAPES = ((160, 129), (70, 300), (1, 5), (41,), (9000,), (3, 50, 64))
 """Some are encoded; none is a whole number of blocks for three ranks or five."""
-
-
-def digest(arrays: Iterable[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(a.detach().numpy().tobytes() for a in arrays)).hexdigest()
 
 
 def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -285,31 +276,6 @@ SPIKES = (
 )
 
 
-def reduced(schedule: str, rank: int, compression: str) -> str:
-    """Averages of arrays."""
-    arrays = [(str(shape), given(rank, 0, shape)) for shape in SHAPES]
-    reducer = GradientReducer(arrays, schedule=schedule, compression=compression)
-    for step in range(STEPS):
-        for number, shape in reversed(list(enumerate(SHAPES))):
-            reducer.mark_ready(number, given(rank, step, shape))
-        averages = reducer.wait()
-    return digest(map(torch.from_numpy, averages))
-
-
-def differentiated(schedule: str, rank: int, compression: str) -> str:
-    """The same, as gradients of each array's product with ones."""
-
-    def loss(params: Any, arrays: Any) -> jax.Array:
-        return sum(jnp.vdot(p, a) for p, a in zip(params, arrays, strict=True))  # type: ignore
-
-    params = [jnp.ones(shape) for shape in SHAPES]
-    how: Any = {"schedule": schedule, "compression": compression}
-    step = jax.jit(wfbp.jax.value_and_grad(loss, **how))
-    for number in range(STEPS):
-        _, averages = step(params, [given(rank, number, shape) for shape in SHAPES])
-    return digest(torch.from_numpy(np.array(a)) for a in averages)
-
-
 def main(out: str, layout: str, codec: str) -> None:
     leave_cores()
     sizes = json.loads(layout)
@@ -318,16 +284,23 @@ def main(out: str, layout: str, codec: str) -> None:
     rank, size = hvd.rank(), hvd.size()
     hosts = in_rows(sizes or [1] * size)
     guards = ("warn", "fallback", "off") if codec == "int8" else ()
+
+    def gradients(step: int) -> list[np.ndarray]:
+        return [given(rank, step, shape) for shape in SHAPES]
+
     results = {
         "adam": {name: trained(name, rank, adam, codec) for name in SCHEDULES},
         "momentum": {name: trained(name, rank, momentum, codec) for name in SCHEDULES},
         "averages": {
-            **{f"reducer, {name}": reduced(name, rank, codec) for name in ALL_REDUCE_SCHEDULES},
-            "jax": differentiated("layerwise", rank, codec),
+            **{
+                f"reducer, {name}": reduced(gradients, schedule=name, compression=codec)
+                for name in ALL_REDUCE_SCHEDULES
+            },
+            "jax": differentiated(gradients, schedule="layerwise", compression=codec),
         },
         "exact averages": {
-            "reducer": reduced("layerwise", rank, "none"),
-            "jax": differentiated("layerwise", rank, "none"),
+            "reducer": reduced(gradients, schedule="layerwise"),
+            "jax": differentiated(gradients, schedule="layerwise"),
         },
         "differ": {name: compared(name, rank, hosts, codec) for name in ("oasr", "independent")},
         "guarded": {how: guarded(rank, how) for how in guards},

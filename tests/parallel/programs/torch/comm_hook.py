@@ -6,7 +6,6 @@ with the same compression. Each rank is on another host. Writes the results of b
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wfbp.torch as hvd
+from tests.parallel.programs.torch.bits import digest
 from tests.support.cores import leave_cores
 from tests.support.hosts import as_on_hosts, in_rows
 from wfbp.torch.distributed import comm_hook
@@ -44,8 +44,7 @@ def train(module: nn.Module, optimizer: Any, clears: bool = True) -> str:
                 with getattr(module, "no_sync", getattr(optimizer, "no_sync", None))():
                     module(chosen).square().mean().backward()
         optimizer.step()
-    values = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
-    return hashlib.sha256(values).hexdigest()
+    return digest(module.parameters())
 
 
 def momentum(module: nn.Module) -> torch.optim.SGD:

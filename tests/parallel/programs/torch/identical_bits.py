@@ -7,37 +7,28 @@ of what comes out.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
-import wfbp.jax
 import wfbp.torch as hvd
+from tests.parallel.programs.torch.bits import STEPS, differentiated, digest, reduced
 from tests.support.cores import leave_cores
 from tests.support.hosts import as_on_hosts, in_rows
-from wfbp import GradientReducer, allreduce
+from wfbp import allreduce
 from wfbp.config import SCHEDULES, read_environment
 from wfbp.core.planners import ALL_REDUCE_SCHEDULES
 
 CONFIG = replace(
     read_environment()[0], warmup_steps=1, profile_steps=1, trial_steps=2, probe_budget_s=0.05
 )
-STEPS = 14
 SIZES = (1, 2, 3, 17, 1021, 16_385, 300_001)
 """From one element to more than a chunk of shared memory."""
-
-
-def digest(arrays: Iterable[Any]) -> str:
-    return hashlib.sha256(b"".join(np.asarray(array).tobytes() for array in arrays)).hexdigest()
 
 
 @functools.cache
@@ -60,31 +51,7 @@ def trained(schedule: str, rank: int) -> str:
         optimizer.zero_grad()
         model(torch.randn(3, 40, generator=data)).square().mean().backward()
         optimizer.step()
-    return digest(p.detach() for p in model.parameters())
-
-
-def reduced(schedule: str, rank: int) -> str:
-    arrays = contributions(rank)
-    named = [(str(array.size), array) for array in arrays]
-    reducer = GradientReducer(named, schedule=schedule)
-    for _ in range(STEPS):
-        for number, array in reversed(list(enumerate(arrays))):
-            reducer.mark_ready(number, array)
-        averages = reducer.wait()
-    return digest(averages)
-
-
-def differentiated(schedule: str, rank: int) -> str:
-    """The gradients of each array's product with ones are the array."""
-
-    def loss(params: Any, arrays: Any) -> jax.Array:
-        return sum(jnp.vdot(p, a) for p, a in zip(params, arrays, strict=True))  # type: ignore
-
-    params = [jnp.ones(n) for n in SIZES]
-    step = jax.jit(wfbp.jax.value_and_grad(loss, schedule=schedule))
-    for _ in range(STEPS):
-        _, averages = step(params, contributions(rank))
-    return digest(averages)
+    return digest(model.parameters())
 
 
 def main(out: str, layout: str) -> None:
@@ -93,8 +60,14 @@ def main(out: str, layout: str) -> None:
     with as_on_hosts(lambda size: in_rows(sizes or [size])):
         hvd.init(config=CONFIG)
     rank = hvd.rank()
-    averages = {f"reducer, {name}": reduced(name, rank) for name in ALL_REDUCE_SCHEDULES}
-    averages |= {f"jax, {name}": differentiated(name, rank) for name in ("auto", "layerwise")}
+
+    def gradients(step: int) -> list[Any]:
+        return contributions(rank)
+
+    averages = {
+        **{f"reducer, {name}": reduced(gradients, schedule=name) for name in ALL_REDUCE_SCHEDULES},
+        **{f"jax, {n}": differentiated(gradients, schedule=n) for n in ("auto", "layerwise")},
+    }
     averages["by name"] = digest(
         allreduce(array, name=str(array.size)) for array in contributions(rank)
     )

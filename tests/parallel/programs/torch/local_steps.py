@@ -7,7 +7,6 @@ Writes how far they differ.
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import json
 import sys
@@ -21,16 +20,13 @@ import torch
 from torch import nn
 
 import wfbp.torch as hvd
+from tests.parallel.programs.torch.bits import digest
 from tests.support.cores import leave_cores
 from tests.support.hosts import as_on_hosts, in_rows
 from wfbp.config import read_environment
 from wfbp.torch.local_steps import OUTER
 
 CONFIG = replace(read_environment()[0], probe_budget_s=0.02, timeout_s=25.0)
-
-
-def digest(arrays: Iterable[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(a.detach().numpy().tobytes() for a in arrays)).hexdigest()
 
 
 def model() -> nn.Module:
