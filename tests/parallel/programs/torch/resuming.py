@@ -16,7 +16,6 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
-    Twins,
     adamw,
     compare,
     data,
@@ -131,21 +130,6 @@ def an_optimizer_that_is_dropped_completes_its_parameters() -> None:
     both = both._replace(optimizer=None)
     gc.collect()
     both.equal("at the end", 1e-12)
-
-
-@check
-def state_dict_round_trip() -> None:
-    both = twins(adamw, named=True)
-    both.train(range(7))
-    file = io.BytesIO()
-    torch.save({"model": both.model.state_dict(), "optimizer": both.optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed = mlp(5, 7, 3)
-    resumed.load_state_dict(saved["model"])
-    again = wfbp.torch.DistributedOptimizer(adamw(resumed.parameters()), resumed.named_parameters())
-    again.load_state_dict(saved["optimizer"])
-    Twins(resumed, again, both.reference, both.plain).train(range(7, 14))
 
 
 @check
