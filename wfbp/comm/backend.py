@@ -171,6 +171,9 @@ class Backend(ABC):
 class HostBackend(Backend):
     """A backend for host memory; adds what named operations and the runtime need."""
 
+    rests: bool = False
+    """Whether :meth:`rest` can sleep."""
+
     def begun(self) -> dict[str, int]:
         """Numbers of collectives begun here and on duplicates, by their names in ``Work.place``."""
         return {}
@@ -182,7 +185,7 @@ class HostBackend(Backend):
 
     def rest(self, nap_s: float, most_s: float) -> bool:
         """Sleep until an operation ends, testing every ``nap_s`` seconds, for at most ``most_s``.
-        False, without sleeping, if the backend cannot do this or nothing is under way."""
+        False, without sleeping, if nothing is under way, or unless the backend :attr:`rests`."""
         return False
 
     @abstractmethod

@@ -20,7 +20,7 @@ from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import GroupBuffer
 from wfbp.runtime.coded_buffer import ErrorFeedback, MixedBuffer, make_buffer
 from wfbp.runtime.progress.channel import ControlChannel
-from wfbp.runtime.progress.loop import Reply, needs_of
+from wfbp.runtime.progress.loop import Expected, Reply, needs_of
 from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.step import (
     BufferView,
@@ -88,16 +88,16 @@ class Lane:
         self._wires = by_name
         self.buffers = self._make_buffers(plan, members, encodes=True)
         step_bytes = self.backend.step_bytes
-        self._expected_s: list[float | None] = []
-        self._step_s: list[float | None] = []
-        for group, buffer in zip(plan.groups, self.buffers, strict=True):
-            cost = None if costs is None else costs.of(group.operation)
-            self._expected_s.append(None if cost is None else cost(buffer.nbytes))
-            if cost is None or step_bytes is None:
-                self._step_s.append(None)
-            else:  # of a large message, also where this one is small: its network is as slow
+        self._expected = [Expected()] * len(plan.groups)
+        for k, (group, buffer) in enumerate(zip(plan.groups, self.buffers, strict=True)):
+            if costs is None:
+                break
+            cost, step_s = costs.of(group.operation), None
+            if step_bytes is not None:
+                # Of a large message, also where this one is small: its network is as slow.
                 num_steps = max(1.0, buffer.nbytes / step_bytes)
-                self._step_s.append(cost(num_steps * step_bytes) / num_steps)
+                step_s = cost(num_steps * step_bytes) / num_steps
+            self._expected[k] = Expected(cost(buffer.nbytes), step_s)
         self._members, self._num_backward = members, plan.num_backward
         self._sequencer = Sequencer(plan, WINDOW)
         # In one assignment: the communication thread may be asked where it is at any time.
@@ -153,11 +153,13 @@ class Lane:
     # Under the progress lock.
 
     def advance(self) -> bool:
-        memory = self._memory
+        memory, in_flight = self._memory, self._in_flight
         memory.poll()
-        progressed = self._start_groups()
-        while self._in_flight and memory.is_enqueued(self._in_flight[0].work):
-            flight = self._in_flight.popleft()
+        # Else nothing new may start: what may has been started with the last event, or end.
+        progressed = bool(self.events) and self._start_groups()
+        # The oldest alone: a test makes progress for everything under way on the backend.
+        while in_flight and memory.is_enqueued(in_flight[0].work):
+            flight = in_flight.popleft()
             progressed = True
             self._sequencer.completed(flight.group)
             if memory.copies_in_order:
@@ -167,8 +169,6 @@ class Lane:
                 end = memory.end_group()
                 self._start_groups()
                 self._complete(flight, end)
-        for flight in list(self._in_flight)[1:]:
-            memory.is_enqueued(flight.work)
         if self._closing and self._sequencer.reduced:
             self._closing = False
             progressed = True
@@ -281,12 +281,8 @@ class Lane:
         return Gather in map(type, list(self.events)) or self._sequencer.gathering
 
     @property
-    def expected_s(self) -> float | None:
-        return self._expected_s[self._in_flight[0].group] if self._in_flight else None
-
-    @property
-    def step_s(self) -> float | None:
-        return self._step_s[self._in_flight[0].group] if self._in_flight else None
+    def expected(self) -> Expected:
+        return self._expected[self._in_flight[0].group]
 
     @property
     def waiting_since(self) -> float | None:

@@ -44,7 +44,8 @@ class Lane:
 
     backend = LocalWorld(1).backend(0)
     polls = is_idle = owes_work = False
-    expected_s = step_s = waiting_since = None
+    waiting_since = None
+    expected = loops.Expected()
 
     def __init__(self) -> None:
         self.events: deque[object] = deque()

@@ -16,7 +16,7 @@ from tests.support.local import LocalWorld
 from wfbp.comm.backend import Backend, Finished, Work
 from wfbp.config import Config
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
-from wfbp.runtime.progress.loop import ProgressLoop, Reply
+from wfbp.runtime.progress.loop import Expected, ProgressLoop, Reply
 from wfbp.runtime.progress.stall import Members, Need
 from wfbp.runtime.progress.thread import THREAD_NAME, CommunicationThread
 
@@ -50,8 +50,7 @@ class StubLane:
         self.has_events = False
         self.owes_work = False
         self.has_room = True
-        self.expected_s: float | None = None
-        self.step_s: float | None = None
+        self.expected = Expected()
         self.waiting_since: float | None = None
         self.error: WfbpError | None = None
         self.trouble: Exception | None = None
@@ -166,6 +165,7 @@ def test_who_waits_for_a_lane_sleeps_in_the_backend(
         return True
 
     monkeypatch.setattr(thread.loop._backend, "rest", rest)
+    monkeypatch.setattr(thread.loop._backend, "rests", True)
     lane.busy, lane.polls = True, polls
     thread.post(lambda: thread.loop.add_lane(lane))
     if polls:
@@ -435,7 +435,7 @@ def test_a_prediction_longer_than_what_was_seen_brings_no_naps(
     monkeypatch.setattr(type(backend), "step_s", seen_s)
     loop = ProgressLoop(backend, Config(), "rank 0 of 2")
     lane = StubLane()
-    lane.busy, lane.expected_s, lane.step_s = True, 5e-2, 1e-2
+    lane.busy, lane.expected = True, Expected(5e-2, 1e-2)
     loop.add_lane(lane)
     loop.waiter.progressed()
     assert (loop.progress(urgent=True) > 0) == naps

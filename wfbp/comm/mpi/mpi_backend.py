@@ -115,7 +115,7 @@ class MpiBackend(HostBackend):
             self.step_bytes = self._levels.chunk_bytes
         elif self.progresses_alone:
             self.step_bytes = chunking.chunk_bytes
-        self._may_rest = self.progresses_alone or self.on_two_levels  # elsewhere naps are too long
+        self.rests = self.progresses_alone or self.on_two_levels  # elsewhere naps are too long
 
     @property
     def activity(self) -> int:
@@ -136,7 +136,7 @@ class MpiBackend(HostBackend):
         return self._group.may_progress()
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        return self._may_rest and self._group.rest(nap_s, most_s)
+        return self.rests and self._group.rest(nap_s, most_s)
 
     def zeros(self, nbytes: int) -> Buffer:
         return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from wfbp.comm.backend import Backend, HostBackend, Work
 from wfbp.comm.waiting import MAX_NAP_S, Waiter
@@ -146,6 +146,13 @@ class PendingCollective:
         return self.since if self.work is None else max(self.since, self.work.moved_s)
 
 
+class Expected(NamedTuple):
+    """How long an operation is expected to take; None if unknown."""
+
+    whole_s: float | None = None
+    step_s: float | None = None  # between two steps of its messages
+
+
 class LaneProtocol(Protocol):
     """Moves communication of one kind on; everything is used under the progress lock.
 
@@ -187,14 +194,9 @@ class LaneProtocol(Protocol):
         return False
 
     @property
-    def expected_s(self) -> float | None:
-        """Expected duration of the operation under way, None if unknown."""
-        return None
-
-    @property
-    def step_s(self) -> float | None:
-        """Expected time between two steps of its messages, None if unknown."""
-        return None
+    def expected(self) -> Expected:
+        """Of the oldest operation under way; read while the lane is busy."""
+        return Expected()
 
     @property
     def waiting_since(self) -> float | None:
@@ -282,7 +284,8 @@ class ProgressLoop:
             if nap_s > 0:
                 return nap_s
             # Without the interpreter, which other threads may need.
-            if urgent and not self.waiter.crowded and self._rest_in_backend(0.0, _SPIN_S):
+            rests = urgent and self._backend.rests and not self.waiter.crowded
+            if rests and self._rest_in_backend(0.0, _SPIN_S):
                 return 0.0
             # Large messages in shared memory move a little per test.
             for _ in range(_TESTS_PER_SPIN):
@@ -311,7 +314,7 @@ class ProgressLoop:
     def rest(self, nap_s: float) -> None:
         """Sleep between two calls in the thread that waits, some milliseconds at most."""
         try:
-            if self._rest_in_backend(nap_s, _REST_S):
+            if self._backend.rests and self._rest_in_backend(nap_s, _REST_S):
                 return
         except Exception as error:
             self._end_runtime(error)
@@ -322,10 +325,12 @@ class ProgressLoop:
 
         It releases the interpreter and tests without it, but does not notice ``wakeup``.
         """
-        polls = bool(self._queues or self.calls)
+        if self._queues or self.calls:
+            return False
         for lane in self._lanes:
-            polls = polls or (lane.polls and lane.busy)
-        return not polls and self._backend.rest(nap_s, most_s)
+            if lane.polls and lane.busy:
+                return False
+        return self._backend.rest(nap_s, most_s)
 
     def check_measurement(self, label: str, waited_s: float, members: Members = ALL_RANKS) -> None:
         """Raise the error that ends the runtime, if ranks failed or ``waited_s`` is too long."""
@@ -488,10 +493,10 @@ class ProgressLoop:
         idle, longest_s, step_s = not busy and not urgent, None, None
         for lane in self._lanes:
             if lane.busy:
-                busy, expected_s = True, lane.expected_s
-                idle = idle and lane.is_idle
-                if expected_s is not None and (longest_s is None or expected_s > longest_s):
-                    longest_s, step_s = expected_s, lane.step_s
+                busy, idle = True, idle and lane.is_idle
+                expected = lane.expected
+                if (expected.whole_s or 0.0) > (longest_s or 0.0):
+                    longest_s, step_s = expected
         if not busy:
             return TICK_S
         # A probe on a busy machine predicts steps that are too long; long naps would then prove it

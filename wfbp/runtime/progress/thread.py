@@ -169,7 +169,7 @@ class CommunicationThread:
                         if signals.pending and signals.overdue(since):
                             return False
                         nap_s = loop.progress(urgent=True)
-                        if nap_s > 0 and not reply.answered:
+                        if nap_s > 0:
                             loop.rest(nap_s)
                     return True
             finally:
