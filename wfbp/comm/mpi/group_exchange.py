@@ -18,12 +18,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wfbp import native
 from wfbp.comm.arrays import Buffer, combine, typed
 from wfbp.comm.backend import Work
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.topology import Topology
-from wfbp.comm.mpi.transfers import NUM_TAGS, Channel, Chunking, Task, TransferTask, chunks
+from wfbp.comm.mpi.transfers import (
+    NUM_TAGS,
+    Blocks,
+    Channel,
+    Chunking,
+    Task,
+    TransferTask,
+    begin_messages,
+    chunks,
+    split_message,
+)
 from wfbp.comm.mpi.two_level import SharedFlags, SharedTask, TwoLevel
 from wfbp.core.types import Op
 
@@ -38,13 +47,8 @@ SMALL_BYTES = 64 << 10
 """All-reduces of up to this size are combined by every rank as a whole."""
 
 _ENTRY_BYTES = 16
-PIECE_BYTES = 64 << 20
-"""Longer messages travel in pieces: MPI's functions count bytes by an int."""
 _HEADER_TAG = 2 * NUM_TAGS
 """MPI's tag of the headers of messages. Their data have larger tags, collectives smaller ones."""
-
-Blocks = Sequence[Buffer | None]
-"""One block of bytes per rank, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,30 +137,6 @@ class MoveTask(SharedTask):
         entry = self._view(peer, _ENTRY_BYTES * self._flags.rank, _ENTRY_BYTES)
         start, nbytes = entry.view(np.int64).tolist()
         return self._view(peer, start, nbytes)
-
-
-def begin_messages(
-    _: Task, channel: Channel, outgoing: Blocks, incoming: Blocks
-) -> native.Transfer:
-    """Send blocks from every rank to every rank."""
-    messages = []
-    own, place = outgoing[channel.rank], incoming[channel.rank]
-    if own is not None and place is not None:
-        place[:] = own
-    for arrives, blocks in ((True, incoming), (False, outgoing)):
-        for peer in channel.peers:
-            block = blocks[peer]
-            if block is not None and block.nbytes:
-                messages += [(piece, peer, arrives) for piece in split_message(block)]
-    return channel.group.transfers.begin(channel.handle, channel.next_tag(), messages)
-
-
-def split_message(data: Buffer) -> list[Buffer]:
-    """The pieces in which a message travels, at least one."""
-    data = data.view(np.uint8)
-    return [
-        data[start : start + PIECE_BYTES] for start in range(0, max(data.nbytes, 1), PIECE_BYTES)
-    ]
 
 
 class GroupExchange:

@@ -27,7 +27,7 @@ from wfbp.comm.arrays import (
     typed,
 )
 from wfbp.comm.backend import Finished, HostBackend, Work
-from wfbp.comm.mpi.group_exchange import GroupExchange, begin_messages
+from wfbp.comm.mpi.group_exchange import GroupExchange
 from wfbp.comm.mpi.point_to_point import BytesTask, PointToPoint, translating
 from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.start import check_launch, communicator, load, unlink_segments
@@ -40,6 +40,7 @@ from wfbp.comm.mpi.transfers import (
     ProgressGroup,
     Task,
     TransferTask,
+    begin_messages,
     chunks,
     load_transfers,
 )

@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from wfbp import native
-from wfbp.comm.arrays import split
+from wfbp.comm.arrays import Buffer, split
 from wfbp.comm.backend import T_co, Work
 from wfbp.errors import BackendError
 
@@ -42,6 +44,12 @@ _LARGE_BYTES = 4 << 20
 
 NUM_TAGS = 1 << 14
 """Pairs of tags: half for chunks of exchanges, half for other tasks. MPI grants 32768 tags."""
+
+PIECE_BYTES = 64 << 20
+"""Longer messages travel in pieces: MPI's functions count bytes by an int."""
+
+Blocks = Sequence[Buffer | None]
+"""One block of bytes per rank, or nothing."""
 
 Watch = tuple[Sequence[memoryview], int, bool]
 """Flags (int64), and what they, or any of them, must reach; see ``native.any_reached``."""
@@ -345,6 +353,30 @@ class Channel:
             self._active_bytes += task.nbytes
             task.start()
             self.group.num_polled += task.transfer is None
+
+
+def begin_messages(
+    _: Task, channel: Channel, outgoing: Blocks, incoming: Blocks
+) -> native.Transfer:
+    """Send blocks from every rank to every rank."""
+    messages = []
+    own, place = outgoing[channel.rank], incoming[channel.rank]
+    if own is not None and place is not None:
+        place[:] = own
+    for arrives, blocks in ((True, incoming), (False, outgoing)):
+        for peer in channel.peers:
+            block = blocks[peer]
+            if block is not None and block.nbytes:
+                messages += [(piece, peer, arrives) for piece in split_message(block)]
+    return channel.group.transfers.begin(channel.handle, channel.next_tag(), messages)
+
+
+def split_message(data: Buffer) -> list[Buffer]:
+    """The pieces in which a message travels, at least one."""
+    data = data.view(np.uint8)
+    return [
+        data[start : start + PIECE_BYTES] for start in range(0, max(data.nbytes, 1), PIECE_BYTES)
+    ]
 
 
 def load_transfers(mpi: ModuleType) -> native.Transfers:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import wfbp.torch
 import wfbp.torch.distributed
 from tests.parallel.programs.harness import Check, Checks, raises
-from wfbp.comm.mpi import group_exchange
+from wfbp.comm.mpi import group_exchange, transfers
 from wfbp.errors import DisagreementError, StallError, WfbpError
 from wfbp.runtime import process
 from wfbp.torch.distributed import groups
@@ -796,16 +796,16 @@ def groups_of_the_same_ranks_are_independent(rank: int, size: int) -> None:
 @check
 def messages_in_pieces() -> None:
     """Longer ones than the MPI library can count, by a lower limit."""
-    whole, group_exchange.PIECE_BYTES = group_exchange.PIECE_BYTES, 3
+    whole, transfers.PIECE_BYTES = transfers.PIECE_BYTES, 3
     sent: list[int] = []
-    isend = group_exchange.split_message
+    split = transfers.split_message
 
     def noting(data: Any) -> list[Any]:
-        pieces = isend(data)
+        pieces = split(data)
         sent.extend(piece.nbytes for piece in pieces)
         return pieces
 
-    group_exchange.split_message = noting
+    group_exchange.split_message = transfers.split_message = noting
     try:
         with group() as (rank, size):
             rows = [rank + r for r in range(size)]
@@ -823,8 +823,8 @@ def messages_in_pieces() -> None:
             assert found.tolist() == [10 * r + 2 * rank + k for r in range(size) for k in (0, 1)]
         assert 0 < max(sent) <= 3, sent
     finally:
-        group_exchange.split_message = isend
-        group_exchange.PIECE_BYTES = whole
+        group_exchange.split_message = transfers.split_message = split
+        transfers.PIECE_BYTES = whole
 
 
 @grouped
