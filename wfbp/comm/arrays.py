@@ -126,8 +126,8 @@ class Piece(NamedTuple):
 
 def pieces(
     data: Buffer,
-    shares: Sequence[tuple[int, int]] = (),
-    segments: Sequence[Segment] = (),
+    shares: Sequence[tuple[int, int]],
+    segments: Sequence[Segment],
     dtype: str = "uint8",
     writeable: bool = True,
 ) -> list[Piece]:

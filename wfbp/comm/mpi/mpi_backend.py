@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from wfbp import native
@@ -344,12 +343,15 @@ class MpiBackend(HostBackend):
     ) -> MpiWork[None]:
         """Combine the ``sources``, if any, of each rank's share, into ``results`` or the buffer;
         every rank gets all results if ``gathers``."""
-        # ``begin`` keeps the memory of the arrays.
-        channel, places = self._channel, results or pieces(data)
-        nbytes = sum(stop - start for start, stop in shares) * (1 if coding else data.itemsize)
+        channel, given = self._channel, None
+        nbytes = data.size if coding else data.nbytes  # an encoded float32 takes about a byte
         num_chunks = -(-nbytes // self._topology.chunking.chunk_bytes)
+        if sources is not None:
+            starts, arrays, _ = zip(*sources, strict=True)
+            given = starts, arrays
+        starts, arrays, _ = zip(*(results or [Piece(0, data)]), strict=True)
 
-        def begin(_: Task) -> native.Exchange:
+        def begin(_: Task) -> native.Exchange:  # keeps the memory of the arrays
             return self._group.transfers.exchange(
                 channel.chunk_window,
                 channel.handle,
@@ -357,15 +359,15 @@ class MpiBackend(HostBackend):
                 self.rank,
                 range(self.size),
                 [(owner, *shares[owner]) for owner in (*channel.peers, self.rank)],
-                None if sources is None else _arrays(sources),
-                _arrays(places),
+                given,
+                (starts, arrays),
                 gathers,
                 dtype,
                 *reduction(op, self.size),
                 coding,
             )
 
-        return channel.submit(nbytes if coding else data.nbytes, [TransferTask(0, begin)])
+        return channel.submit(nbytes, [TransferTask(0, begin)])
 
     def _next_name(self) -> str:
         """The name of the next backend that all ranks of this one make."""
@@ -377,7 +379,3 @@ class MpiBackend(HostBackend):
         comm = parent.Dup()
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm
-
-
-def _arrays(pieces: Sequence[Piece]) -> tuple[list[int], list[Buffer]]:
-    return [*map(attrgetter("start"), pieces)], [*map(attrgetter("data"), pieces)]

@@ -382,7 +382,7 @@ class TwoLevel:
                 coding,
             )
 
-        sources, results = sources or pieces(data), results or pieces(data)
+        sources, results = sources or [Piece(0, data)], results or [Piece(0, data)]
         num_chunks = max(1, -(-data.nbytes // self.chunk_bytes))
         # Each has a piece of every rank's share, so that all ranks work all the time.
         unit = CODEC_BLOCK if coding else 1
