@@ -20,8 +20,7 @@ import numpy as np
 from wfbp import native
 from wfbp.comm.arrays import Buffer, split
 from wfbp.comm.backend import Backend, Work
-from wfbp.comm.waiting import Check, Waiter, wait
-from wfbp.core.encoding import decode, encode
+from wfbp.comm.waiting import Check, Waiter, exchange_values, wait
 from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.types import Op, Operation, TensorSpec
 
@@ -78,7 +77,8 @@ def measure_cost(
     a size takes the median of its repetitions. After about ``budget_s`` sizes between the smallest
     and the largest are skipped. An error of ``check`` ends the measurement.
     """
-    await_work = partial(wait, waiter=waiter or Waiter.watching(backend), check=check)
+    waiter = waiter or Waiter.watching(backend)
+    await_work = partial(wait, waiter=waiter, check=check)
     sizes = probe_sizes(max_bytes)
     data = _touched(backend, max(sizes[-1], COLD_BYTES))
     points = []
@@ -89,9 +89,9 @@ def measure_cost(
         """Seconds per message of each stream, and those spent so far, on the slowest rank."""
         parts = _uncached_parts(data, size // 4)
         times = _repeat(backend, start, parts, length, count, await_work)
-        mine = encode([*times, time.perf_counter() - begin_s])
-        payloads = await_work(backend.all_gather_bytes(mine))
-        *slowest, spent_s = map(max, zip(*map(decode, payloads), strict=True))
+        mine = [*times, time.perf_counter() - begin_s]
+        by_rank = exchange_values(backend, mine, waiter, check=check)
+        *slowest, spent_s = map(max, zip(*by_rank, strict=True))
         return slowest, spent_s
 
     # The first messages pay for set-up and cold caches, later ones do not.
@@ -149,9 +149,8 @@ def measure_kappa(
         begun_s = time.thread_time()
         _stream(start, islice(parts, BUSY_STREAM), await_work)
         shares.append((time.thread_time() - begun_s) / (BUSY_STREAM * expected_s))
-    mine = encode(part_of_cores * min(1.0, statistics.median(shares)))
-    payloads: list[bytes] = wait(backend.all_gather_bytes(mine), waiter, check=check)
-    share: float = max(map(decode, payloads))
+    mine = part_of_cores * min(1.0, statistics.median(shares))
+    share: float = max(exchange_values(backend, mine, waiter, check=check))
     return min(share / max(1.0 - share, 1e-9), MAX_KAPPA)
 
 

@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from wfbp.comm.backend import Backend, Work
+from wfbp.core.encoding import decode, encode
 from wfbp.errors import StallError
 
 T = TypeVar("T")
@@ -179,6 +180,18 @@ def wait(
         waiter.pause(urgent, expected_s)
     waiter.progressed()  # what follows until the next wait is no part of this one
     return work.result
+
+
+def exchange_values(
+    backend: Backend,
+    value: Any,
+    waiter: Waiter | None = None,
+    timeout_s: float | None = None,
+    check: Check | None = None,
+) -> list[Any]:
+    """Every rank's value, of JSON's types, in rank order. Blocks as :func:`wait`."""
+    payloads = wait(backend.all_gather_bytes(encode(value)), waiter, timeout_s, check)
+    return list(map(decode, payloads))
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from wfbp.comm.backend import HostBackend
 from wfbp.comm.memory import Event
-from wfbp.comm.waiting import Check, wait
-from wfbp.core.encoding import decode, encode
+from wfbp.comm.waiting import Check, exchange_values
 
 
 @dataclass(slots=True)
@@ -57,9 +56,9 @@ class LaunchOrder:
         # A rank may be in the middle of a step: what any rank has launched of the first lane is
         # launched on all ranks before the order begins.
         if len(self._lanes) == 1:
-            mine = encode(self._lanes[0].num_launched)
-            counts = wait(host.all_gather_bytes(mine), timeout_s=timeout_s, check=check)
-            self._lanes[0].num_free = max(map(decode, counts))
+            mine = self._lanes[0].num_launched
+            counts = exchange_values(host, mine, timeout_s=timeout_s, check=check)
+            self._lanes[0].num_free = max(counts)
         self._lanes.append(_Lane())
         return len(self._lanes) - 1
 

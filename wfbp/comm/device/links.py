@@ -16,8 +16,7 @@ from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.locations import Call, Owner
-from wfbp.comm.waiting import Check, wait
-from wfbp.core.encoding import decode, encode
+from wfbp.comm.waiting import Check, exchange_values
 from wfbp.errors import BackendError, StallError
 
 CONNECTING = "connecting devices"
@@ -126,8 +125,7 @@ def _connect_by_nccl(
         "shares": library is not None and _lets_ranks_share(library),
         "problem": problem,
     }
-    payloads = wait(host.all_gather_bytes(encode(mine)), timeout_s=timeout_s, check=check)
-    if reason := why_no_nccl(list(map(decode, payloads))):
+    if reason := why_no_nccl(exchange_values(host, mine, timeout_s=timeout_s, check=check)):
         return None, reason
     backend, mine = None, ("", "")
     try:
@@ -136,8 +134,8 @@ def _connect_by_nccl(
         mine = "failed", str(error)
     except StallError as error:  # because another rank failed
         mine = "stalled", str(error)
-    payloads = wait(host.all_gather_bytes(encode(mine)), check=check)
-    _, problem = min((each for each in map(decode, payloads) if each[0]), default=("", ""))
+    outcomes = exchange_values(host, mine, check=check)
+    _, problem = min((each for each in outcomes if each[0]), default=("", ""))
     if backend is not None and problem:
         backend.give_up()
         backend = None
