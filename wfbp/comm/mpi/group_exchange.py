@@ -34,6 +34,7 @@ from wfbp.comm.mpi.transfers import (
     split_message,
 )
 from wfbp.comm.mpi.two_level import SharedFlags, SharedTask, TwoLevel
+from wfbp.core.encoding import decode, encode
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
@@ -249,17 +250,17 @@ class GroupExchange:
         """The largest tag of messages; the smallest is 0."""
         return (self.channel.comm.Get_attr(self.channel.mpi.TAG_UB) or 0) - _HEADER_TAG - 1
 
-    def send(self, header: bytes, data: Buffer, peer: int, tag: int) -> list[MPI.Request]:
+    def send(self, header: str, data: Buffer, peer: int, tag: int) -> list[MPI.Request]:
         """Send a message; its memory must outlive the requests."""
         channel = self.channel
         self.undelivered += 1
-        head = b"%d %b" % (tag, header)
+        head = encode([tag, header])
         return [
             channel.comm.Isend([head, channel.mpi.BYTE], peer, _HEADER_TAG),
             *self._data(channel.comm.Isend, data, peer, tag),
         ]
 
-    def next_header(self) -> tuple[int, int, bytes] | None:
+    def next_header(self) -> tuple[int, int, str] | None:
         """Source, tag and header of the next message that has arrived, of any tag."""
         # One question to MPI, however many messages are expected.
         mpi, status = self.channel.mpi, self._status
@@ -268,8 +269,8 @@ class GroupExchange:
             return None
         source, head = status.Get_source(), bytearray(status.Get_count(mpi.BYTE))
         arrived.Recv([head, mpi.BYTE])
-        tag, _, header = bytes(head).partition(b" ")
-        return source, int(tag), header
+        tag, header = decode(bytes(head))
+        return source, tag, header
 
     def receive(self, data: Buffer, source: int, tag: int) -> list[MPI.Request]:
         """Receive the data of the source's oldest message with this tag that was not received."""

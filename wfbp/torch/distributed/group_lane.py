@@ -192,15 +192,15 @@ class GroupLane(LaneProtocol):
                 return
         self._receives.setdefault(receive.tag, []).append(receive)
 
-    def _match(self, source: int, tag: int, header: bytes) -> None:
+    def _match(self, source: int, tag: int, header: str) -> None:
         """A header has arrived: it is for the first call that may receive it."""
         receives = self._receives.get(tag, [])
         for index, receive in enumerate(receives):
             if receive.peer in (None, source):
-                self._drop_receive(tag, index).receive(source, header.decode())
+                self._drop_receive(tag, index).receive(source, header)
                 self._messages.append(receive)
                 return
-        self._headers.setdefault(tag, []).append((source, header.decode()))
+        self._headers.setdefault(tag, []).append((source, header))
 
     def _drop_receive(self, tag: int, index: int) -> GroupMessage:
         receive = self._receives[tag].pop(index)

@@ -60,8 +60,7 @@ class GroupMessage(GroupWork):
     def send(self) -> None:
         """Begin to send it."""
         assert self.peer is not None
-        header = self._header.encode()
-        self.requests = self._exchange.send(header, self._data, self.peer, self.tag)
+        self.requests = self._exchange.send(self._header, self._data, self.peer, self.tag)
 
     def receive(self, source: int, header: str) -> None:
         """Begin to receive the data, of whatever type and size, that this header announces."""
