@@ -6,7 +6,8 @@
     python -m tools.step_files --package          # the package's size
 
 A small model trains until its plan is installed. Then every Python function of the package that
-any thread of rank 0 enters within three steps is recorded. C++ does not appear: add
+any thread of rank 0 enters within some steps is recorded. How often threads look for messages
+depends on time, so the fewest calls of a step are shown beside the mean. C++ does not appear: add
 ``csrc/pack_table.h`` and, over messages, ``csrc/transfers.cc``.
 """
 
@@ -26,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1] / "wfbp"
-WARM_UP, RECORDED = 160, 3
+WARM_UP, RECORDED = 160, 12
 
 
 def package_size() -> dict[str, int]:
@@ -43,12 +44,12 @@ def package_size() -> dict[str, int]:
 
 def record(schedule: str, result: Path) -> None:
     """On each rank: train, record some steps, and write what rank 0 entered."""
-    entered: Counter[tuple[str, str]] = Counter()
+    entered = [Counter[tuple[str, str]]()]  # by step
     recording = False
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if recording and event == "call":
-            entered[frame.f_code.co_filename, frame.f_code.co_qualname] += 1
+            entered[-1][frame.f_code.co_filename, frame.f_code.co_qualname] += 1
 
     threading.setprofile(note)  # before the communication thread starts
     sys.setprofile(note)
@@ -70,23 +71,27 @@ def record(schedule: str, result: Path) -> None:
         if step == WARM_UP:
             assert optimizer.report()["phase"] == "installed"
             recording = True
+        if recording:
+            entered.append(Counter())
         optimizer.zero_grad()
         model(data).square().mean().backward()
         optimizer.step()
     recording = False
     sys.setprofile(None)
     if wfbp.rank() == 0:
-        files: dict[str, dict[str, float]] = defaultdict(dict)
-        for (name, function), calls in entered.items():
+        files: dict[str, dict[str, tuple[float, int]]] = defaultdict(dict)
+        steps = entered[1:]
+        for name, function in sorted(set().union(*steps)):
             path = Path(name)
             if PACKAGE in path.parents:
+                calls = [step[name, function] for step in steps]
                 relative = str(path.relative_to(PACKAGE.parent))
-                files[relative][function] = calls / RECORDED
+                files[relative][function] = sum(calls) / RECORDED, min(calls)
         result.write_text(json.dumps(files))
 
 
-def measure(schedule: str, shared_memory: bool) -> dict[str, dict[str, float]]:
-    """Calls per step by file and function, from a run of two ranks."""
+def measure(schedule: str, shared_memory: bool) -> dict[str, dict[str, tuple[float, int]]]:
+    """By file and function, the mean and the fewest calls of a step, from a run of two ranks."""
     python = Path(sys.executable)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "files.json")
@@ -100,7 +105,7 @@ def measure(schedule: str, shared_memory: bool) -> dict[str, dict[str, float]]:
         subprocess.run(
             [str(part) for part in command], env=environment, cwd=PACKAGE.parent, check=True
         )
-        files: dict[str, dict[str, float]] = json.loads(result.read_text())
+        files: dict[str, dict[str, tuple[float, int]]] = json.loads(result.read_text())
         return files
 
 
@@ -121,15 +126,20 @@ def main() -> None:
         return
     files = measure(options.schedule, options.shared_memory)
     lines = {name: len((PACKAGE.parent / name).read_text().splitlines()) for name in files}
-    for name, functions in sorted(files.items(), key=lambda item: -sum(item[1].values())):
-        calls = sum(functions.values())
-        print(f"{calls:7.0f} calls {len(functions):4} functions {lines[name]:5} lines  {name}")
+    totals = {name: [*map(sum, zip(*found.values(), strict=True))] for name, found in files.items()}
+    for name, functions in sorted(files.items(), key=lambda item: -totals[item[0]][0]):
+        calls, least = totals[name]
+        print(
+            f"{calls:6.0f} calls (least {least}) {len(functions):4} functions {lines[name]:5} lines"
+            f"  {name}"
+        )
         if options.functions:
-            for function, count in sorted(functions.items(), key=lambda item: -item[1]):
-                print(f"{count:15.1f}  {function}")
+            for function, (count, least) in sorted(functions.items(), key=lambda item: -item[1][0]):
+                print(f"{count:13.1f} {least:11}  {function}")
+    calls, least = map(sum, zip(*totals.values(), strict=True))
     print(
         f"{options.schedule}: {len(files)} files, {sum(map(len, files.values()))} functions, "
-        f"{sum(lines.values())} lines, {sum(sum(f.values()) for f in files.values()):.0f} calls"
+        f"{sum(lines.values())} lines, {calls:.0f} calls (least {least})"
     )
 
 
