@@ -157,10 +157,18 @@ PROGRAMS: dict[str, list[Callable[[Job], None]]] = {
     "announce twice": [lambda job: (job.announce(), job.announce())[0]],
     "call and announce": [lambda job: (job.call(), job.announce())[0]],
     "announce, call and announce": [lambda job: (job.announce(), job.call(), job.announce())[0]],
+    "announce, wait and announce": [
+        lambda job: (job.announce(), job.await_lane(), job.announce())[0]
+    ],
     "two calls": [Job.call, Job.call],
     "wait beside a call": [lambda job: (job.announce(), job.await_lane())[0], Job.call],
     "announce beside a call": [Job.announce, Job.call],
     "gather beside a call": [Job.gather, Job.call],
+    "progress beside a call": [lambda job: job.thread.progress(), Job.call],
+    "announce and progress beside a call": [
+        lambda job: (job.announce(), job.thread.progress())[0],
+        Job.call,
+    ],
     "two that announce": [Job.announce, Job.announce],
 }
 

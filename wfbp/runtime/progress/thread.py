@@ -38,19 +38,26 @@ class CommunicationThread:
 
     Other threads may call all public methods; those of the loop need the progress lock.
 
-    Two locks: every call of the loop holds ``_progress_lock``. A training thread that drives makes
-    many such calls, and keeps ``_driver_lock`` between them; the communication thread waits for
-    that one before each of its calls, and so stays away.
+    Every call of the loop holds ``_progress_lock``. A training thread that waits *drives*: it takes
+    ``_driver_lock`` first, and keeps both until its result has arrived. The communication thread
+    takes and releases ``_driver_lock`` before each pass. With one lock, it could take that again
+    and again while a training thread waits for it. A second training thread that waits only sleeps:
+    the first one, or the communication thread, moves its work on.
 
-    Between calls the communication thread naps. Its naps are short while anything is under way, and
-    else long. Three rules keep work from waiting until a long nap ends; ``test_handover.py`` tries
-    them in all orders of the threads.
+    Between passes the communication thread naps. Its naps are short while anything is under way,
+    and else long. These rules keep work from waiting until a long nap ends; ``test_handover.py``
+    tries them in all orders of the threads.
 
     * If it could act upon an event at once, it sets ``needs_wakeup``, before its last look at the
       events: a thread that appends an event must then wake it.
     * It does not nap if another thread has moved communication on since its own last pass.
     * If a nap ends while a training thread drives, it is ``_standing_by``. The training thread
-      wakes it if it leaves work behind, or another thread waits.
+      wakes it if it leaves work behind, or has made room for events that it would not be told.
+    * A thread that finds ``_driver_lock`` taken wakes it: the owner may leave at once.
+    * A training thread that stops driving wakes it if another thread waits.
+
+    Signal handlers run while no lock is held, because they may communicate. One may even wait for
+    the reply that the interrupted wait is for; that wait then raises :class:`TakenError`.
     """
 
     def __init__(self, backend: HostBackend, config: Config, where: str) -> None:
