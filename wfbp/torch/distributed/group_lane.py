@@ -17,6 +17,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,16 @@ _TESTED = 32
 _LOOK_S, _LOOK_PER_MESSAGE_S = 0.02, 2e-5
 _ANSWER_S, _TURN_S = 1.0, 0.5
 """How long ranks wait for each other's places, and then for the ranks before them to judge."""
+
+
+@dataclass(slots=True)
+class _Inquiry:
+    """What the ranks of a group ask each other about one collective."""
+
+    number: int  # of the collective
+    overdue_s: float | None  # since it began; None if ranks have called different operations
+    since: float = field(default_factory=time.monotonic)  # when this rank learned of it
+    places: dict[int, str] = field(default_factory=dict)  # by rank, as far as they have told
 
 
 class GroupLane(LaneProtocol):
@@ -69,11 +80,7 @@ class GroupLane(LaneProtocol):
         self._headers: dict[int, list[tuple[int, str]]] = {}
         self._turn = 0
         self._look_s = 0.0
-        # When collectives differ, or one is overdue: its number, and for how long ("overdue_s", 0
-        # if they differ), when ranks began to ask each other about it, and their places.
-        self._inquiry: dict[str, Any] | None = None
-        self._inquiry_s = 0.0
-        self._places: dict[int, str] = {}
+        self._inquiry: _Inquiry | None = None  # once collectives differ, or one is overdue
 
     def submit(self, operations: Sequence[GroupCollective | GroupMessage]) -> None:
         """Begin messages at once, and collectives after those before them."""
@@ -238,7 +245,7 @@ class GroupLane(LaneProtocol):
         if agree and operation.sent:
             agree = [each[1 + exchange.rank] for each in found] == list(operation.expected)
         if not agree:
-            self._inquire(number, 0.0)
+            self._inquire(number, None)
         return agree
 
     def _advance_messages(self) -> bool:
@@ -263,7 +270,7 @@ class GroupLane(LaneProtocol):
                 operation.complete()
                 progressed = True
             elif work.mismatch:
-                self._inquire(operation.number, 0.0)
+                self._inquire(operation.number, None)
             elif activity == self._activity:
                 break  # nothing has moved, so only the first test was needed
         self._activity = activity
@@ -281,7 +288,8 @@ class GroupLane(LaneProtocol):
                 if message in receives:
                     self._drop_receive(message.tag, receives.index(message))
                 message.abandon(error)
-        if self._inquiry is None:
+        inquiry = self._inquiry
+        if inquiry is None:
             moved_s = self._last_move_s()
             for operation in self._pending():
                 limit_s = max(operation.since, moved_s) + operation.timeout_s
@@ -289,28 +297,27 @@ class GroupLane(LaneProtocol):
                     self._inquire(operation.number, now - operation.since)
                     return
             return
-        grace_s = 0.0 if len(self._places) == self._exchange.size else _ANSWER_S
-        if now - self._inquiry_s > self._exchange.rank * _TURN_S + grace_s:
-            self._tell(verdict=self._verdict(**self._inquiry))
+        grace_s = 0.0 if len(inquiry.places) == self._exchange.size else _ANSWER_S
+        if now - inquiry.since > self._exchange.rank * _TURN_S + grace_s:
+            self._tell(inquiry, verdict=self._verdict(inquiry))
 
-    def _inquire(self, number: int, overdue_s: float) -> None:
+    def _inquire(self, number: int, overdue_s: float | None) -> None:
         """Tell the ranks of the group this one's place; of several operations, for the first."""
-        if self._inquiry is not None and self._inquiry["number"] <= number:
+        if self._inquiry is not None and self._inquiry.number <= number:
             return
-        self._inquiry = {"number": number, "overdue_s": overdue_s}
-        self._inquiry_s, self._places = time.monotonic(), {}
+        self._inquiry = _Inquiry(number, overdue_s)
         if number <= self._number:
             place = self._texts.get(number, "long past it")
         else:
             last = f", after {self._texts[self._number]}" if self._number else ""
             place = f"has not called it{last}"
         self._loop.add_lane(self, self._members)
-        self._tell(place=place)
+        self._tell(self._inquiry, place=place)
 
-    def _tell(self, **news: str) -> None:
-        """Tell all ranks of the group, this one first, its place or a verdict."""
-        assert self._inquiry is not None
-        notice = {"group": self._name, "from": self._exchange.rank, **self._inquiry, **news}
+    def _tell(self, inquiry: _Inquiry, **news: str) -> None:
+        """Tell all ranks of the group, and this one, its place or a verdict."""
+        about = {"number": inquiry.number, "overdue_s": inquiry.overdue_s}
+        notice = {"group": self._name, "from": self._exchange.rank, **about, **news}
         self._loop.send_notice(NOTICE, notice, self._exchange.ranks)
         self.hear(notice)
 
@@ -320,23 +327,24 @@ class GroupLane(LaneProtocol):
             return
         number, overdue_s = notice["number"], notice["overdue_s"]
         if "verdict" in notice:
-            kind = StallError if overdue_s else DisagreementError
+            kind = DisagreementError if overdue_s is None else StallError
             self.fail(kind(f"{self._runtime.where}: {notice['verdict']}"))
             return
         self._inquire(number, overdue_s)
-        if self._inquiry is not None and self._inquiry["number"] == number:
-            self._places[notice["from"]] = notice["place"]
+        if self._inquiry is not None and self._inquiry.number == number:
+            self._inquiry.places[notice["from"]] = notice["place"]
 
-    def _verdict(self, number: int, overdue_s: float) -> str:
+    def _verdict(self, inquiry: _Inquiry) -> str:
         """The error: its cause, the place of every rank, and the remedy."""
         silent = "does not answer: stopped, killed, or busy"
         ranks = range(self._exchange.size)
-        places = name_values({rank: self._places.get(rank, silent) for rank in ranks})
-        what = f"operation {number} of {self._name}"
-        if overdue_s:
+        places = name_values({rank: inquiry.places.get(rank, silent) for rank in ranks})
+        what = f"operation {inquiry.number} of {self._name}"
+        if inquiry.overdue_s is not None:
             return (
-                f"{what} timed out after {overdue_s:.1f} s ({places}). Every rank must call it in "
-                "time: look for a call that only some ranks make, or raise the timeout of the group"
+                f"{what} timed out after {inquiry.overdue_s:.1f} s ({places}). Every rank must "
+                "call it in time: look for a call that only some ranks make, or raise the timeout "
+                "of the group"
             )
         return (
             f"ranks called different operations as {what} ({places}). Every rank of the group must "
