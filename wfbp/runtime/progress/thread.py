@@ -53,7 +53,7 @@ class CommunicationThread:
     * It does not nap if another thread has moved communication on since its own last pass.
     * If a nap ends while a training thread drives, it is ``_standing_by``. The training thread
       wakes it if it leaves work behind, or has made room for events that it would not be told.
-    * A thread that finds ``_driver_lock`` taken wakes it: the owner may leave at once.
+    * A thread that waits while another one drives wakes it: that one may leave at once.
     * A training thread that stops driving wakes it if another thread waits.
 
     Signal handlers run while no lock is held, because they may communicate. One may even wait for
@@ -100,7 +100,6 @@ class CommunicationThread:
     def progress(self) -> None:
         """Move communication on without waiting, unless another thread is doing that."""
         if not self._driver_lock.acquire(blocking=False):
-            self.loop.wakeup.set()
             return
         try:
             if self._progress_lock.acquire(blocking=False):
