@@ -38,9 +38,9 @@ CORE = [
         unit("runtime/test_trial"),
     ),
     Mutation(
-        "core/sequencer.py",
-        "plan.num_backward - 1 if plan.overlap else 0",
-        "plan.num_backward if plan.overlap else 0",
+        "core/plan.py",
+        "self.num_backward - 1 if self.overlap else 0",
+        "self.num_backward if self.overlap else 0",
         unit("core/test_sequencer"),
     ),
     Mutation(
