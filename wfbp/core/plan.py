@@ -145,7 +145,7 @@ class Plan:
 
     @cached_property
     def wires(self) -> tuple[str, ...]:
-        """How groups of backward are sent: each way once, sorted."""
+        """How groups of backward are sent, sorted and without repetition."""
         return tuple(sorted({group.wire for group in self.groups[: self.num_backward]}))
 
     def with_wires(self, wire_of: Callable[[int], str]) -> Plan:
