@@ -81,11 +81,12 @@ class Lane:
         """Use another plan from the next step on; returns a buffer per group."""
         self._memory.settle()
         self._gather = None  # else it would keep memory that no plan uses any more
-        wires = {k: g.wire for g in plan.groups[: plan.num_backward] for k in g.tensors}
-        by_name = {plan.tensors[k].name: wire for k, wire in wires.items()}
-        if by_name != self._wires:  # or errors of encoding would wait for such a plan's return
+        backward = plan.groups[: plan.num_backward]
+        wires = {plan.tensors[k].name: group.wire for group in backward for k in group.tensors}
+        # Else errors of encoding would wait for the return of such a plan.
+        if any(self._wires.get(name, wire) != wire for name, wire in wires.items()):
             self.errors.forget()
-        self._wires = by_name
+        self._wires |= wires
         self.buffers = self._make_buffers(plan, members, encodes=True)
         step_bytes = self.backend.step_bytes
         self._expected = [Expected()] * len(plan.groups)
